@@ -169,6 +169,8 @@ class _Session:
     launch_seconds: float = 0.0
     overhead: Overhead = Overhead(0.0, 0.0)
     skipped: dict[str, str] = attrs.field(factory=dict)
+    tried: set[tuple[str, tuple[int, int, int]]] = attrs.field(factory=set)
+    """The matmuls that were measured, or failed."""
     compile_seconds: float = 0.0
     """What the last program took beside its runs."""
     count: int = 0
@@ -337,7 +339,7 @@ def cubes(matmuls: Iterable[MatmulTime], kind: str) -> tuple[int, ...]:
 
 def _measure_matmul(session: _Session, kind: str, dims: tuple[int, int, int], step: str) -> None:
     like = [time for time in session.matmuls if time.kind == kind]
-    if any((time.m, time.n, time.k) == dims for time in like):
+    if (kind, dims) in session.tried:
         return
     # By the fastest so far; the first of a kind by what any device does.
     seconds = 2 * math.prod(dims) / max((time.flops_per_second for time in like), default=session.rates[0])
@@ -345,15 +347,16 @@ def _measure_matmul(session: _Session, kind: str, dims: tuple[int, int, int], st
     name = f"{kind} matmuls{' of some sizes' if like else ''}"
     # A sheet needs the rate of at least one matmul.
     if session.matmuls and not session.has_time(step, seconds * rounds):
-        session.skipped.setdefault(name, _TIME_LIMIT)
+        if step == "matmuls":  # the first step leaves to the last what there is no time for
+            session.skipped.setdefault(name, _TIME_LIMIT)
         return
+    session.tried.add((kind, dims))
     measured = session.measured(
         name,
         lambda: microbenchmarks.matmul_seconds(kind, dims, session.device, rounds, session.overhead, end),
         rounds * seconds,
     )
     if measured:
-        session.skipped.pop(name, None)  # an earlier step may have had no time for it
         session.matmuls.append(MatmulTime(kind, *dims, measured))
 
 

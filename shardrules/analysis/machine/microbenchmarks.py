@@ -233,14 +233,14 @@ def _round_seconds(
     wrap: Callable[[Step], Step] = _as_it_is,
     unroll: int = 1,
 ) -> float:
-    """What a round takes more than an empty one.
+    """What a round takes more than an empty one, and half of it at least.
 
-    Where most of it is what an empty one takes, the whole round bounds it: the difference is noise, and on devices that
-    start kernels ahead it is too small.
+    Where most of a round is what an empty one takes, the difference is noise, and too small on devices that start
+    kernels ahead. With `unroll`, the small kernel that makes each round depend on the last is not subtracted.
     """
     seconds = _program_seconds(step, carry, constants, rounds, end, wrap, unroll) / rounds
     more = seconds - overhead.call_seconds / rounds - overhead.round_seconds / unroll
-    return more if more > seconds / 2 else seconds
+    return max(more, seconds / 2)
 
 
 def _program_seconds(

@@ -8,6 +8,7 @@ generates. Both sequences are aligned, and each event gets the name of its instr
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
@@ -28,8 +29,11 @@ _FAMILIES: tuple[tuple[KernelFamily, re.Pattern[str]], ...] = (
 )
 """What kernels of libraries compute, by their names; the first that matches counts."""
 
-_GENERATED = re.compile(r"[a-z_]*fusion(_\d+)*|wrapped_[a-z_]+(_\d+)*")
-"""The names of kernels that XLA generated."""
+_GENERATED = re.compile(r"[a-z_]*fusion(_+\d+)*|wrapped_[a-z_]+(_+\d+)*")
+"""The names of kernels that XLA generated from several operations."""
+
+_PLAIN = re.compile(r"[a-z_]+(_*\d+)*")
+"""The names of all kernels that XLA generated; libraries have signatures in C++."""
 
 _COUNTER, _PART_OF_KERNEL = re.compile(r"(_\d+)+$"), re.compile(r"__\d+$")
 """The end of a name that tells it apart from others of its kind, and that of the kernels of one instruction."""
@@ -49,22 +53,45 @@ _Unit: TypeAlias = tuple[str, tuple[str, ...]]
 
 def with_instructions(trace: ProfileTrace, modelled: ModelledProgram) -> ProfileTrace:
     """Returns a trace whose GPU kernels have the names of those instructions of a program that launched them."""
-    aligned: dict[tuple[_Unit, ...], dict[_Unit, dict[str, list[str]]]] = {}
+    aligned: dict[frozenset[_Unit], dict[_Unit, dict[str, list[str]]]] = {}
     devices = []
     for device in trace.devices:
         activities = [activity for activity in device.activities if not activity.kernel]
         for groups in _launches(device):
+            wholes = _wholes(groups)
             # A loop launches the same graphs again and again: each counts once, where it first runs.
-            units = {_unit(group): group for group in groups}
-            if tuple(units) not in aligned:
-                aligned[tuple(units)] = _align_units(units, modelled)
-            for group in groups:
-                # Kernels on several streams overlap in another order each time, equal ones in the same.
-                names = {kernel: iter(each) for kernel, each in aligned[tuple(units)][_unit(group)].items()}
-                activities += [attrs.evolve(activity, name=next(names[activity.kernel])) for activity in group]
+            units = {
+                _unit(group): group for group, whole in zip(groups, wholes, strict=True) if len(group) == len(whole)
+            }
+            if frozenset(units) not in aligned:
+                aligned[frozenset(units)] = _align_units(units, modelled)
+            for group, whole in zip(groups, wholes, strict=True):
+                names = aligned[frozenset(units)][_unit(whole)]
+                # Kernels on several streams overlap in another order each time, equal ones in the same. The first
+                # launch may have begun before the trace.
+                counts = Counter(activity.kernel for activity in group)
+                part = {
+                    kernel: slice(-count, None) if group is groups[0] else slice(count)
+                    for kernel, count in counts.items()
+                }
+                left = {kernel: iter(names[kernel][part[kernel]]) for kernel in counts}
+                activities += [attrs.evolve(activity, name=next(left[activity.kernel])) for activity in group]
         in_order = sorted(activities, key=lambda activity: (activity.start_ns, activity.end_ns))
         devices.append(attrs.evolve(device, activities=tuple(in_order)))
     return attrs.evolve(trace, devices=tuple(devices))
+
+
+def _wholes(groups: Sequence[list[Activity]]) -> list[list[Activity]]:
+    """For each launch one of the same graph that a trace has all of."""
+    longest: dict[str, list[Activity]] = {}
+    for group in groups:
+        if len(group) >= len(longest.get(group[0].name, ())):
+            longest[group[0].name] = group
+    kernels = {name: Counter(activity.kernel for activity in group) for name, group in longest.items()}
+    return [
+        group if Counter(activity.kernel for activity in group) - kernels[group[0].name] else longest[group[0].name]
+        for group in groups
+    ]
 
 
 def _launches(device: DeviceTrace) -> Iterable[list[list[Activity]]]:
@@ -97,15 +124,20 @@ def _align_units(
 def _instructions(events: Sequence[Activity], modelled: ModelledProgram) -> list[str]:
     """The instruction of each event; what is none has its name in the trace, in a graph with that of its kernel."""
     names = [_named(event, modelled) for event in events]
+    if all(names):
+        return [str(name) for name in names]
+    known = {*names}
     # Collectives run beside other kernels, in an order of their own.
     for is_collective in (True, False):
         rows = [i for i, event in enumerate(events) if (_family(event.kernel) == "collective") == is_collective]
         parts = [modelled.parts[name] for name in modelled.launches]
         parts = [part for part in parts if (part.kind == "collective") == is_collective]
-        kernels = [_Kernel.of(names[row] or events[row].kernel, events[row].self_ns / 1e9) for row in rows]
-        for row, column in _pairs(
-            kernels, [_Kernel.of(part.name, part.seconds / part.count, part.family) for part in parts]
-        ):
+        left = [_Kernel.of(events[row].kernel, events[row].self_ns / 1e9, named=names[row]) for row in rows]
+        right = [
+            _Kernel.of(part.name, part.seconds / part.count, part.family, part.name if part.name in known else None)
+            for part in parts
+        ]
+        for row, column in _pairs(left, right):
             names[rows[row]] = names[rows[row]] or parts[column].name
     kernels = [event.kernel for event in events]
     # A library may clear its result before, and add up parts of it after.
@@ -117,13 +149,16 @@ def _instructions(events: Sequence[Activity], modelled: ModelledProgram) -> list
 
 
 def _named(event: Activity, modelled: ModelledProgram) -> str | None:
-    """The instruction that an event names, unless the program has another kind of kernel under this name."""
+    """The instruction that an event names, unless the program has another kernel under this name."""
     part, family = modelled.find(event.name), _family(event.kernel)
     if part is None or not family or not part.family:
         return None if part is None else part.name
     # A convolution of single pixels is a matmul.
     is_alike = family == part.family or {family, part.family} == {"matmul", "convolution"}
-    return part.name if is_alike else None
+    # Libraries have counters for names, which differ with what the compiler chose for others. A collective also waits.
+    seconds, modelled_seconds = event.self_ns / 1e9, part.seconds / max(1, part.count)
+    is_as_long = modelled_seconds / _UNLIKE < seconds < modelled_seconds * _UNLIKE or family == "collective"
+    return part.name if is_alike and is_as_long else None
 
 
 def _family(kernel: str) -> KernelFamily:
@@ -146,7 +181,7 @@ def _join(
             nearest = name if modelled.parts[name].family else None
         elif kernel is None or nearest is None:
             continue
-        elif _GENERATED.fullmatch(kernel) or _family(kernel) not in ("", modelled.parts[nearest].family):
+        elif _family(kernel) != modelled.parts[nearest].family and (_family(kernel) or _PLAIN.fullmatch(kernel)):
             nearest = None
         else:
             names[index] = nearest
@@ -164,7 +199,10 @@ class _Kernel:
     """Of one run, measured or modelled."""
 
     @classmethod
-    def of(cls, name: str, seconds: float, family: KernelFamily | None = None) -> "_Kernel":
+    def of(cls, name: str, seconds: float, family: KernelFamily | None = None, named: str | None = None) -> "_Kernel":
+        """Describes a kernel; what is `named` in the trace is like nothing but the instruction of this name."""
+        if named is not None:
+            return cls(f"={named}", f"={named}", seconds)
         plain = _PART_OF_KERNEL.sub("", re.sub(r"\W", "_", name).removeprefix("wrapped_"))
         return cls(plain, (_family(name) if family is None else family) or _COUNTER.sub("", plain), seconds)
 

@@ -1,7 +1,7 @@
 """What the model says of each instruction that a trace may name."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, TypeAlias, final
 
@@ -79,6 +79,12 @@ class ModelledProgram:
             definition = text.partition(" = ")[2]
             self._same_types[text] = read_types(definition[: _type_end(definition)]) == self.types[name]
         return part if self._same_types[text] else None
+
+    def covered(self, names: Iterable[str]) -> float:
+        """Returns the share of the modelled time that is in instructions of these names; branches need not be taken."""
+        parts = {self.parts[name].name: self.parts[name] for name in names if name in self.parts}
+        total = sum(part.seconds for part in self.all_parts if not part.conditional)
+        return sum(part.seconds for part in parts.values() if not part.conditional) / total if total else 1.0
 
     def times(self, name: str) -> int:
         """Returns how often an instruction runs in one call; 1 if it is unknown."""
@@ -184,7 +190,8 @@ def _kernel_part(
 
 
 def _family(kernel: Kernel, label: str) -> KernelFamily:
-    if kernel.matmuls:
+    # XLA generates loops and reductions itself, also those with a product in them.
+    if kernel.matmuls and not kernel.name.startswith(("loop_", "input_")):
         if any(is_attention(matmul) for matmul in kernel.matmuls):
             return "attention"
         return "convolution" if "conv" in label else "matmul"

@@ -118,9 +118,18 @@ def find_kernels(program: CompiledProgram, matmuls: Iterable[Matmul]) -> tuple[K
     kernels = (
         _read_kernel(program, computation, instruction, matmuls_in)
         for computation in control_computations(program)
+        if not _is_idle_condition(program, computation)
         for instruction in computation.instructions
     )
     return tuple(kernel for kernel in kernels if kernel is not None)
+
+
+def _is_idle_condition(program: CompiledProgram, computation: Computation) -> bool:
+    """Whether it is the condition of loops whose rounds are known, so that nothing has to compute it."""
+    calls = program.callers(computation.name)
+    return bool(calls) and all(
+        call.role == "condition" and "known_trip_count" in call.instruction.backend_config for call in calls
+    )
 
 
 def control_computations(program: CompiledProgram) -> Iterator[Computation]:

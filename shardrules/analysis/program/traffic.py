@@ -184,7 +184,11 @@ class Fusion:
         array, elements_read = parameter.types[0], dict[str, int]()
         # Follow the array through the fusion, with whether it may still be in the memory of the parameter.
         pending = [(Value(self.top.name, parameter.name), True)]
+        seen: set[tuple[Value, bool]] = set()
         for value, in_place in pending:  # grows while iterated
+            if (value, in_place) in seen:
+                continue
+            seen.add((value, in_place))
             computation, instruction = self.program.find(value.computation), self.program.instruction(value)
             in_place = in_place and (instruction.op != "convert" or _contains(array, instruction.types[0]))
             is_returned_unread = in_place and instruction.types[0].dtype == array.dtype

@@ -100,6 +100,24 @@ def test_large_matmuls_of_the_most_used_kinds_are_measured_first(monkeypatch: py
     assert order[:4] == [("bf16", 8), ("bf16", 16), ("f32", 8), ("f32", 16)]
 
 
+def test_matmuls_that_fail_are_listed_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[str, tuple[int, int, int]]] = []
+
+    def measure_matmul(kind: str, dims: tuple[int, int, int], *_: Any) -> float:
+        tried.append((kind, dims))
+        if (kind, dims) == ("f16", (16, 16, 16)):
+            raise ValueError("no memory for it")
+        return 1e-3
+
+    for name in ("launch_seconds", "memory_seconds", "host_link_seconds"):
+        monkeypatch.setattr(measuring.microbenchmarks, name, lambda *_: 1e-3)
+    monkeypatch.setattr(measuring.microbenchmarks, "device_overhead", lambda *_: measuring.Overhead(0.0, 0.0))
+    monkeypatch.setattr(measuring.microbenchmarks, "matmul_seconds", measure_matmul)
+    assert measure(jax.devices()[:1], 60, TINY).skipped == ("f16 matmuls of some sizes (no memory for it)",)
+    # Of f16 a single size is left.
+    assert len(tried) == len(set(tried)) == 5 * 8 + 2
+
+
 def test_the_largest_matmuls_of_accelerators_run_as_long_as_a_chip_takes_to_slow_down() -> None:
     session = measuring._Session([device(0, 0)], TINY, 0.0, 60.0)
     assert measuring._matmul_rounds(session, (16, 16, 16), 1e-3) == 500

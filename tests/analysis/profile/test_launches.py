@@ -105,6 +105,20 @@ def test_kernels_on_two_streams_may_overlap_in_another_order_in_each_round() -> 
     assert instructions(modelled, first, other) == ["fusion.1", "dot.2", "fusion.3", "fusion.3", "fusion.1", "dot.2"]
 
 
+def test_launches_that_a_trace_has_a_part_of_are_of_the_same_graph() -> None:
+    modelled = program(
+        ("fusion.1", "", 5.0), ("dot.2", "matmul", 50.0), ("fusion.3", "", 5.0), ("dot.4", "matmul", 50.0)
+    )
+    kernels = [("fusion_1", 5.0), (NVJET, 50.0), ("fusion_1", 5.0), (NVJET, 50.0)]
+    whole = ["fusion.1", "dot.2", "fusion.3", "dot.4"]
+    launched = [
+        graph(kernels[1:], launch=1),
+        *(graph(kernels, launch=200 * i) for i in (1, 2)),
+        graph(kernels[:3], launch=600),
+    ]
+    assert instructions(modelled, *launched) == [*whole[1:], *whole, *whole, *whole[:3]]
+
+
 def test_graphs_that_run_at_the_same_time_are_told_apart() -> None:
     modelled = program(("fusion.1", "", 5.0), ("dot.2", "matmul", 5.0), ("fusion.3", "", 5.0), ("fusion.4", "", 5.0))
     first = graph([("fusion_1", 5.0), ("fusion_3", 5.0)], launch=1)

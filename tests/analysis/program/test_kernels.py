@@ -490,3 +490,28 @@ def test_kernels_have_lines_of_python() -> None:
         if kernel.flops:
             assert kernel.stack[0].file == programs.__file__
             assert "dot_general" in kernel.op_name
+
+
+def test_chains_of_products_are_read_once() -> None:
+    """Each value is used twice in the next: there are 2^40 ways through them."""
+
+    def chain(x: jax.Array) -> jax.Array:
+        for _ in range(40):
+            x = x * jnp.tanh(x)
+        return x
+
+    program = read_program(str(jax.jit(chain).lower(jnp.ones((64, 128))).compile().as_text()))
+    kernels = find_kernels(program, ())
+    assert {kernel.read_bytes for kernel in kernels} == {64 * 128 * 4}
+
+
+def test_conditions_of_loops_with_known_rounds_are_no_kernels() -> None:
+    looped = jax.jit(lambda x: jax.lax.fori_loop(0, 9, lambda _, y: jnp.sin(y) @ y, x)).lower(jnp.ones((64, 64)))
+    text = str(looped.compile().as_text())
+    program = read_program(text)
+    (loop,) = [instruction for _, instruction in program.walk() if instruction.op == "while"]
+    assert "known_trip_count" in loop.backend_config
+    condition = loop.references("condition")[0]
+    assert condition not in {kernel.computation for kernel in find_kernels(program, ())}
+    unknown = read_program(text.replace("known_trip_count", "some_count"))
+    assert condition in {kernel.computation for kernel in find_kernels(unknown, ())}
