@@ -6,7 +6,7 @@ seconds, after three that warm up. `kernels` is the part of a step in which kern
 does, from a profile. `--compare NAME` prints all of one comparison.
 
 **Last answer.** 2026-11-26, one H100 SXM5, Python 3.12, JAX 0.11.2: a median error of 9 % over fourteen models, between
-0.69 and 1.30 of what they took. The table is in `docs/how-far-to-believe-the-times.md`.
+0.69 and 1.23 of what they took. The table is in `docs/how-far-to-believe-the-times.md`.
 
 Run it as `python benchmarks/device_step_time.py`; with `--sheet FILE` the sheet that `Hardware.save` wrote replaces the
 ready one.
