@@ -13,9 +13,9 @@ from jax.sharding import AxisType, PartitionSpec
 from shardrules.attention.kernels import KERNELS, name_of, no_log_sum_exp
 from shardrules.attention.paired import as_kernel
 from shardrules.attention.shards import WAYS, head_repeats, uneven_heads
-from shardrules.core.axes import Axis, axis_tuple, mesh_sizes, mesh_text
+from shardrules.core.axes import Axis, axis_argument, axis_tuple, mesh_sizes, mesh_text
 from shardrules.core.context import current_mesh
-from shardrules.core.errors import ConfigError, ConfigTypeError, NoMeshError
+from shardrules.core.errors import ConfigError, NoMeshError
 from shardrules.placement.constrain import with_sharding_constraint
 from shardrules.regions.region import RegionFunction, alternatives, region
 
@@ -173,11 +173,7 @@ class _Call:
 
     @functools.cached_property
     def _axis_names(self) -> tuple[str, ...]:
-        if self.axis is None:
-            return ()
-        if not isinstance(self.axis, str | tuple) or not all(isinstance(name, str) for name in self.axis):
-            raise ConfigTypeError(f"sharded_attention: axis must be a name or a tuple of names, got {self.axis!r:.60}")
-        return axis_tuple(self.axis)
+        return axis_argument("sharded_attention", self.axis)
 
     @functools.cached_property
     def _is_explicit(self) -> bool:

@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from jax.sharding import AbstractMesh, Mesh
 
-from shardrules.core.errors import AxisTypeError, ConfigError
+from shardrules.core.errors import AxisTypeError, ConfigError, ConfigTypeError
 
 Axis: TypeAlias = str | tuple[str, ...]
 """One mesh axis, or several that split one dimension together, the first most major."""
@@ -35,6 +35,14 @@ def as_axis(axis: Axis | list[str]) -> Axis:
 def axis_tuple(axis: Axis) -> tuple[str, ...]:
     """Returns the names in `axis`, always as a tuple."""
     return (axis,) if isinstance(axis, str) else axis
+
+
+def axis_argument(caller: str, axis: object) -> tuple[str, ...]:
+    """Returns the names in the argument `axis=` of a function, which may be `None`."""
+    names = () if axis is None else (axis,) if isinstance(axis, str) else axis
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigTypeError(f"{caller}: axis must be a name or a tuple of names, got {axis!r:.60}")
+    return names
 
 
 def check_mesh(mesh: object) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from shardrules.core.errors import ConfigError
-from shardrules.experts.stacked import expert_count, inner_problems, stacking_problems
+from shardrules.experts.stacked import check_signature, expert_count, inner_problems, stacking_problems
 
 EXCHANGES = ("all_to_all", "ragged", "ring", "dense")
 """The ways in which devices exchange tokens or experts, the best without a plan first."""
@@ -36,6 +36,7 @@ def check_arguments(
     problems += _axis_problems(axes, expert_count(experts))
     if problems:
         raise ConfigError(f"expert_exchange: {'; '.join(problems)}")
+    check_signature(experts, capacity is not None)
 
 
 def _array_problems(tokens: Any, routes: Any, weights: Any, capacity: int | None) -> Iterator[str]:

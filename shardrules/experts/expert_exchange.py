@@ -6,8 +6,7 @@ from typing import Any, NamedTuple, final
 import jax
 import jax.numpy as jnp
 
-from shardrules.core.axes import axis_tuple
-from shardrules.core.errors import ConfigTypeError
+from shardrules.core.axes import axis_argument
 from shardrules.experts.checks import EXCHANGES, NEED_CAPACITY, check_arguments
 from shardrules.experts.regions import experts_region
 from shardrules.experts.routing import as_indices, group_counts
@@ -82,9 +81,7 @@ def expert_exchange(
     assert results.shape == (2, 4) and load.routed.tolist() == [1, 0, 0, 2, 0, 0, 0, 1]
     ```
     """
-    if axis is not None and (not isinstance(axis, str | tuple) or not all(isinstance(name, str) for name in axis)):
-        raise ConfigTypeError(f"expert_exchange: axis must be a name or a tuple of names, got {axis!r:.60}")
-    axes = () if axis is None else axis_tuple(axis)
+    axes = axis_argument("expert_exchange", axis)
     tokens, routes, weights = (jnp.asarray(operand) for operand in (tokens, routes, weights))
     capacity = _as_int(capacity)
     check_arguments(tokens, routes, weights, experts, axes, how, capacity, inner)

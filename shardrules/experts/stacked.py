@@ -1,7 +1,5 @@
 """Experts as users write them: a callable pytree whose arrays are stacked along their first dim, by expert."""
 
-import contextlib
-import functools
 import inspect
 from collections.abc import Hashable, Sequence
 from typing import Any, final
@@ -12,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardrules.core.errors import ConfigError, ConfigTypeError
+
+_WITH_CAPACITY, _WITHOUT_CAPACITY = "rows", "rows, group_sizes"
+"""What experts are called with."""
 
 
 @final
@@ -25,27 +26,20 @@ class StackedExperts:
 
     def one_by_one(self, params: Sequence[jax.Array], rows: jax.Array) -> jax.Array:
         """What each expert makes of its rows: [experts, rows, ...]."""
-        results = jax.vmap(functools.partial(self._call, "with a capacity, as experts(rows)"))(list(params), rows)
-        return _checked(results, rows.shape[:2], "rows")
+        results = jax.vmap(lambda arrays, rows: self._with(arrays)(rows))(list(params), rows)
+        return _checked(results, rows.shape[:2], _WITH_CAPACITY)
 
     def in_groups(self, params: Sequence[jax.Array], rows: jax.Array, sizes: jax.Array) -> jax.Array:
         """What all experts make of rows that are sorted by expert; zeros for rows of none."""
-        results = self._call("without a capacity, as experts(rows, group_sizes)", list(params), rows, sizes)
-        results = _checked(results, rows.shape[:1], "rows, group_sizes")
+        results = _checked(self._with(params)(rows, sizes), rows.shape[:1], _WITHOUT_CAPACITY)
         is_routed = jnp.arange(len(rows)) < sizes.sum()
         return jnp.where(is_routed[:, None], results, 0)
 
-    def _call(self, form: str, params: Sequence[jax.Array], *operands: jax.Array) -> Any:
+    def _with(self, params: Sequence[jax.Array]) -> Any:
+        """The pytree with these arrays."""
         arrays = iter(params)
         leaves = [next(arrays) if leaf is _ARRAY else leaf for leaf in self.others]
-        experts = jax.tree.unflatten(self.structure, leaves)
-        with contextlib.suppress(ValueError):  # some callables have no signature
-            signature = inspect.signature(experts)
-            try:
-                signature.bind(*operands)
-            except TypeError as error:
-                raise ConfigTypeError(f"expert_exchange: experts are called {form}: {error}") from error
-        return experts(*operands)
+        return jax.tree.unflatten(self.structure, leaves)
 
 
 def unstack(experts: Any) -> tuple[StackedExperts, list[jax.Array]]:
@@ -74,6 +68,18 @@ def stacking_problems(experts: Any) -> list[str]:
         listed = ", ".join(f"{path or 'experts'} {shape}" for path, shape in shapes.items())
         return [f"arrays of experts must be stacked along their first dim, one row for each expert: {listed}"]
     return []
+
+
+def check_signature(experts: Any, has_capacity: bool) -> None:
+    """Raises an error where experts cannot take what they are called with."""
+    operands = _WITH_CAPACITY if has_capacity else _WITHOUT_CAPACITY
+    try:
+        inspect.signature(experts).bind(*operands.split(", "))
+    except ValueError:  # some callables have no signature
+        return
+    except TypeError as error:
+        form = f"{'with' if has_capacity else 'without'} a capacity, as experts({operands})"
+        raise ConfigTypeError(f"expert_exchange: experts are called {form}: {error}") from error
 
 
 def inner_dims(inner: Any, count: int) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from shardrules.analysis.program.program import read_program
 from shardrules.core.errors import ConfigError, ConfigTypeError, ExpectationError, MeshError
 from shardrules.core.spec import shard_shape
 from shardrules.core.tree import array_kind
-from shardrules.regions.declaration import Declaration, ShardAxes, Term
+from shardrules.regions.declaration import ShardAxes, Term
 from shardrules.regions.exchanges import exchanges_of
 from shardrules.regions.function import ShardFunction
 from shardrules.regions.region import RegionFunction
@@ -80,16 +80,17 @@ def check_region(
             "check_region needs at least 2 CPU devices, got 1: start with "
             'jax.config.update("jax_num_cpu_devices", 8), or XLA_FLAGS=--xla_force_host_platform_device_count=8'
         )
-    checks = [
+    first, *others = (
         _Check(region, options, arrays, gradients, tolerance, devices) for region in function.regions or (function,)
-    ]
-    problems = [[*check.problems(), *check.differences_from(checks[0])] for check in checks]
-    if any(problems):
+    )
+    problems = {first: first.problems()}
+    problems |= {check: [*check.problems(), *check.differences_from(first)] for check in others}
+    if any(problems.values()):
         raise ExpectationError(
             "\n".join(
                 f"region {check.function.name} ({check.function.declaration}) is not what it declares:"
                 + "".join(f"\n  {line}" for line in lines)
-                for check, lines in zip(checks, problems, strict=True)
+                for check, lines in problems.items()
                 if lines
             )
         )
@@ -140,7 +141,7 @@ class _Check:
     """A region and the operands that it is checked with."""
 
     function: RegionFunction
-    options: Mapping[str, Any]
+    options: dict[str, Any]
     operands: Sequence[Any]
     gradients: bool
     tolerance: float | None
@@ -148,7 +149,7 @@ class _Check:
 
     def problems(self) -> list[str]:
         """What differs, for each way to split letters."""
-        declaration = self._declaration
+        declaration = self._on_shards.traced(self.operands)[0].declaration
         sizes = declaration.sizes([operand.shape for operand in self.operands])
         groups = [_Group((letter,)) for letter in declaration.split]
         groups += [_Group(declaration.exchange, is_exchange=True)] if declaration.exchange else []
@@ -186,11 +187,11 @@ class _Check:
 
     def _possible_pieces(self, group: _Group, size: int) -> list[int]:
         """Into how many pieces letters of this size can be split."""
-        axes, function = _axes_of([group]), self.function.on_shards(dict(self.options))
+        axes = _axes_of([group])
 
         def is_possible(count: int) -> bool:
             try:
-                return bool(function.candidates(axes, {group.axis: count}, self.operands))
+                return bool(self._on_shards.candidates(axes, {group.axis: count}, self.operands))
             except ConfigError:  # which is what differs
                 return True
 
@@ -216,7 +217,7 @@ class _Check:
         )
         split = ", ".join(f"{' and '.join(group.letters)} in {count}" for group, count in pieces.items())
         try:
-            self.function.on_shards(dict(self.options)).shard_program(axes, dict(mesh.shape), self.operands)
+            self._on_shards.shard_program(axes, dict(mesh.shape), self.operands)
         except ConfigError as error:
             yield f"{split}: {error}"
             return
@@ -239,8 +240,8 @@ class _Check:
             )
 
     @functools.cached_property
-    def _declaration(self) -> Declaration:
-        return self.function.on_shards(dict(self.options)).traced(self.operands)[0].declaration
+    def _on_shards(self) -> ShardFunction:
+        return self.function.on_shards(self.options)
 
     @functools.cached_property
     def _whole_values(self) -> dict[str, Any]:
@@ -274,9 +275,8 @@ class _Check:
 
     def differences_from(self, other: "_Check") -> Iterator[str]:
         """Yields what differs from another alternative, on whole arrays."""
-        if other is not self:
-            lines = self._differences(self._whole_values, other._whole_values)
-            yield from (f"whole: {line}, from {other.function.name}" for line in lines)
+        for line in self._differences(self._whole_values, other._whole_values):
+            yield f"whole: {line}, from {other.function.name}"
 
     def _differences(self, values: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[str]:
         """Yields which results and gradients differ from others, results first."""
@@ -327,7 +327,7 @@ class _Check:
     def _passes(self) -> list[tuple[ShardFunction, Sequence[Any]]]:
         """The function with its results, and its backward pass with the gradients."""
         results = [value for name, value in self._whole_values.items() if name.startswith("result")]
-        function, _ = self.function.on_shards(dict(self.options)).traced(self.operands)
+        function, _ = self._on_shards.traced(self.operands)
         passes: list[tuple[ShardFunction, Sequence[Any]]] = [(function, results)]
         if self._trained:
             backward, _ = function.backward(self.operands).function.traced([*self.operands, *self._cotangents])

@@ -119,11 +119,31 @@ class ShardFunction:
         """
         specs, result_specs = self.declaration.specs(axes)
         structs = _shard_structs(operands, specs, mesh_sizes)
-        sizes = tuple((name, mesh_sizes[name]) for name in axes.exchange)
-        key = "shards", sizes, tuple((struct.shape, struct.dtype) for struct in structs), trace_key()
-        program = self._cached(key, lambda: self._trace_shards(axes.exchange, sizes, structs))
+        # Shards of one shape may be of arrays whose results differ, in letters that no operand has or in dtypes.
         results = _shard_structs(self.traced(operands)[1].out_avals, result_specs, mesh_sizes)
-        shapes = ", ".join(str(struct.shape) for struct in structs)
+        sizes = tuple((name, mesh_sizes[name]) for name in axes.exchange)
+        key = "shards", sizes, structs, results, trace_key()
+        return self._cached(key, lambda: self._trace_shards(sizes, structs, results))
+
+    def _trace_shards(
+        self,
+        sizes: Sequence[tuple[str, int]],
+        structs: Sequence[jax.ShapeDtypeStruct],
+        results: Sequence[jax.ShapeDtypeStruct],
+    ) -> ClosedJaxpr:
+        exchange, shapes = tuple(dict(sizes)), ", ".join(str(struct.shape) for struct in structs)
+        try:
+            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+                program = jax.make_jaxpr(functools.partial(self.run, exchange), axis_env=sizes)(*structs)
+        except (SplitError, ConfigError):
+            raise
+        except Exception as error:  # the function is the user's
+            reason = next(iter(str(error).splitlines()), "")
+            raise ConfigError(
+                f"region {self.name} ({self.declaration}) cannot run on shards of shapes {shapes}: "
+                f"{type(error).__name__}: {reason}. "
+                "Raise shardrules.errors.SplitError there, and plans split it otherwise"
+            ) from error
         self.refuse(
             [
                 f"on shards of shapes {shapes} result {index} is {_type(aval)}, and {_type(expected)} is declared"
@@ -132,24 +152,6 @@ class ShardFunction:
             ]
         )
         return program
-
-    def _trace_shards(
-        self, exchange: Axes, sizes: Sequence[tuple[str, int]], structs: Sequence[jax.ShapeDtypeStruct]
-    ) -> ClosedJaxpr:
-        no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-        try:
-            with no_mesh:
-                return jax.make_jaxpr(functools.partial(self.run, exchange), axis_env=sizes)(*structs)
-        except (SplitError, ConfigError):
-            raise
-        except Exception as error:  # the function is the user's
-            reason = next(iter(str(error).splitlines()), "")
-            shapes = ", ".join(str(struct.shape) for struct in structs)
-            raise ConfigError(
-                f"region {self.name} ({self.declaration}) cannot run on shards of shapes {shapes}: "
-                f"{type(error).__name__}: {reason}. "
-                "Raise shardrules.errors.SplitError there, and plans split it otherwise"
-            ) from error
 
     def candidates(self, axes: ShardAxes, mesh_sizes: Mapping[str, int], operands: Sequence[Any]) -> list[int]:
         """The alternatives that can be split so. A function without any is the only one, 0."""

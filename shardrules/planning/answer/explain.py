@@ -221,23 +221,19 @@ class OtherRegion:
 
 def other_regions(problem: Problem, choice: Sequence[int], argument_index: int) -> tuple[OtherRegion, ...]:
     """Returns the alternatives that do not run, of all regions that take an argument. Equal layers count as one."""
-    others: dict[OtherRegion, None] = {}
+    others: list[OtherRegion] = []
     for op_index, _, _ in _operands_of(problem.program, argument_index):
         if op_index not in problem.region_nodes:
             continue
-        function, node = (
-            problem.program.operations[op_index].equation.params["function"],
-            problem.region_nodes[op_index],
-        )
-        rows = problem.nodes[node].alternatives
-        chosen = rows[choice[node]]
-        for index in range(len(function.alternatives)):
-            here = tuple(row for row, alternative in enumerate(rows) if alternative == index)
-            if index != chosen and here:
-                others[OtherRegion(function.alternative(chosen).name, function.alternative(index).name, node, here)] = (
-                    None
-                )
-    return tuple(others)
+        functions = problem.program.operations[op_index].equation.params["function"].alternatives
+        node = problem.region_nodes[op_index]
+        alternatives = problem.nodes[node].alternatives
+        chosen = alternatives[choice[node]]
+        for index, function in enumerate(functions):
+            rows = tuple(row for row, alternative in enumerate(alternatives) if alternative == index)
+            if index != chosen and rows:
+                others.append(OtherRegion(functions[chosen].name, function.name, node, rows))
+    return tuple(dict.fromkeys(others))
 
 
 def _operand_move(
