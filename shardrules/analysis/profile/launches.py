@@ -126,7 +126,7 @@ def _instructions(events: Sequence[Activity], modelled: ModelledProgram) -> list
     names = [_named(event, modelled) for event in events]
     if all(names):
         return [str(name) for name in names]
-    known = {*names}
+    named_parts = {*names}
     # Collectives run beside other kernels, in an order of their own.
     for is_collective in (True, False):
         rows = [i for i, event in enumerate(events) if (_family(event.kernel) == "collective") == is_collective]
@@ -134,7 +134,9 @@ def _instructions(events: Sequence[Activity], modelled: ModelledProgram) -> list
         parts = [part for part in parts if (part.kind == "collective") == is_collective]
         left = [_Kernel.of(events[row].kernel, events[row].self_ns / 1e9, named=names[row]) for row in rows]
         right = [
-            _Kernel.of(part.name, part.seconds / part.count, part.family, part.name if part.name in known else None)
+            _Kernel.of(
+                part.name, part.seconds / part.count, part.family, part.name if part.name in named_parts else None
+            )
             for part in parts
         ]
         for row, column in _pairs(left, right):
