@@ -211,6 +211,6 @@ def recorded_trace() -> tuple[str, bytes]:
     lines: dict[str, list[Event]] = {}
     names = ("hlo_op", "hlo_module", "program_id", "correlation_id", "cuda_graph_id")
     for line, kernel, start_ns, duration_ns, *stats in recorded["events"]:
-        known = {name: value for name, value in zip(names, stats, strict=True) if value is not None}
-        lines.setdefault(line, []).append((kernel, start_ns / 1e3, duration_ns / 1e3, known))
+        values = {name: value for name, value in zip(names, stats, strict=True) if value is not None}
+        lines.setdefault(line, []).append((kernel, start_ns / 1e3, duration_ns / 1e3, values))
     return recorded["hlo"], trace({"/device:GPU:0": lines})
