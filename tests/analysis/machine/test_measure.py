@@ -23,6 +23,15 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sizes, "of", lambda _: TINY)
 
 
+@pytest.fixture
+def instant(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Every benchmark takes a millisecond, without running; tests replace one."""
+    for name in ("launch_seconds", "memory_seconds", "host_link_seconds", "matmul_seconds"):
+        monkeypatch.setattr(measuring.microbenchmarks, name, lambda *_: 1e-3)
+    monkeypatch.setattr(measuring.microbenchmarks, "device_overhead", lambda *_: measuring.Overhead(0.0, 0.0))
+    return monkeypatch
+
+
 @pytest.mark.slow
 def test_everything_is_measured_where_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "MATMUL_KINDS", ("f32_highest", "f8", "s8"))
@@ -70,37 +79,30 @@ def test_devices_must_be_of_one_kind() -> None:
         measure(devices, 1)
 
 
-def test_what_a_device_refuses_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_device_refuses_is_skipped(instant: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> float:
         raise NotImplementedError("no unit for it\nat all")
 
-    monkeypatch.setattr(measuring.microbenchmarks, "launch_seconds", refuse)
-    monkeypatch.setattr(measuring.microbenchmarks, "memory_seconds", lambda *_: 1e-3)
-    monkeypatch.setattr(measuring.microbenchmarks, "host_link_seconds", lambda *_: 1e-3)
-    monkeypatch.setattr(measuring.microbenchmarks, "device_overhead", lambda *_: measuring.Overhead(0.0, 0.0))
-    monkeypatch.setattr(measuring.microbenchmarks, "matmul_seconds", lambda *_: 1e-3)
+    instant.setattr(measuring.microbenchmarks, "launch_seconds", refuse)
     measurements = measure(jax.devices()[:1], 60, TINY)
     assert measurements.skipped == ("launches (no unit for it)",)
     assert measurements.launch_seconds == 0
     assert len(measurements.matmuls) == 6 * 8
 
 
-def test_large_matmuls_of_the_most_used_kinds_are_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_matmuls_of_the_most_used_kinds_are_measured_first(instant: pytest.MonkeyPatch) -> None:
     order: list[tuple[str, int]] = []
 
     def measure_matmul(kind: str, dims: tuple[int, int, int], *_: Any) -> float:
         order.append((kind, dims[0]))
         return 1e-3
 
-    for name in ("launch_seconds", "memory_seconds", "host_link_seconds"):
-        monkeypatch.setattr(measuring.microbenchmarks, name, lambda *_: 1e-3)
-    monkeypatch.setattr(measuring.microbenchmarks, "device_overhead", lambda *_: measuring.Overhead(0.0, 0.0))
-    monkeypatch.setattr(measuring.microbenchmarks, "matmul_seconds", measure_matmul)
+    instant.setattr(measuring.microbenchmarks, "matmul_seconds", measure_matmul)
     measure(jax.devices()[:1], 60, TINY)
     assert order[:4] == [("bf16", 8), ("bf16", 16), ("f32", 8), ("f32", 16)]
 
 
-def test_matmuls_that_fail_are_listed_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmuls_that_fail_are_listed_and_not_tried_again(instant: pytest.MonkeyPatch) -> None:
     tried: list[tuple[str, tuple[int, int, int]]] = []
 
     def measure_matmul(kind: str, dims: tuple[int, int, int], *_: Any) -> float:
@@ -109,10 +111,7 @@ def test_matmuls_that_fail_are_listed_and_not_tried_again(monkeypatch: pytest.Mo
             raise ValueError("no memory for it")
         return 1e-3
 
-    for name in ("launch_seconds", "memory_seconds", "host_link_seconds"):
-        monkeypatch.setattr(measuring.microbenchmarks, name, lambda *_: 1e-3)
-    monkeypatch.setattr(measuring.microbenchmarks, "device_overhead", lambda *_: measuring.Overhead(0.0, 0.0))
-    monkeypatch.setattr(measuring.microbenchmarks, "matmul_seconds", measure_matmul)
+    instant.setattr(measuring.microbenchmarks, "matmul_seconds", measure_matmul)
     assert measure(jax.devices()[:1], 60, TINY).skipped == ("f16 matmuls of some sizes (no memory for it)",)
     # Of f16 a single size is left.
     assert len(tried) == len(set(tried)) == 5 * 8 + 2
