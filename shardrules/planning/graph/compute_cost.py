@@ -26,9 +26,9 @@ from shardrules.planning.traced.kernels import IN_PLACE, is_matmul, reduced_runs
 from shardrules.planning.traced.program import Operation
 from shardrules.planning.traced.ragged import copied_operands, group_count, group_factor, sums_rows
 
-_LOOP_KERNELS = 2
-"""The kernels of a round that the function does not write: one counts rounds, one compares. Loops of small rounds, as
-over time steps, would be too fast without them."""
+_LOOP_KERNELS = 1
+"""The kernels of a round that the function does not write: one counts rounds, whose number is known. Loops of small
+rounds, as over time steps, would be too fast without it."""
 
 
 @final
