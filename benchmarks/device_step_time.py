@@ -30,9 +30,6 @@ LIMIT = 0.15
 _MEASURED_SECONDS = 3.0
 """How long the steps of one model run: a GPU that is at its limit of power slows down within half a second."""
 
-_LEFT_OUT = ("prefill", "decode")
-"""Steps that return another argument than they are given: they serve, and write over a cache."""
-
 
 @final
 @attrs.frozen
@@ -54,10 +51,10 @@ class Row:
 
 
 def models() -> list[str]:
-    """The names of the models."""
+    """The names of the models that train: those that serve return no state for the next step."""
     from plan_models import KINDS, MODELS
 
-    return [name for name in (*MODELS, *KINDS) if name not in _LEFT_OUT]
+    return [model.name for model in (*MODELS.values(), *KINDS.values()) if model.donated == (0,)]
 
 
 def random_arrays(shapes: Any) -> Any:

@@ -67,7 +67,7 @@ def compare_trace(
     measured = sum(sum(time.measured_seconds for time in run.parts.values()) for runs in times for run in runs)
     unknown = sum(seconds for runs in times for run in runs for seconds, _ in run.unknown.values())
     share = measured / (measured + unknown) if measured + unknown else 0.0
-    if any(activity.kernel for device in devices for activity in device.device.activities):
+    if any(device.device.has_kernels for device in devices):
         share = min(share, modelled.covered(names))
     covered = {inner for part in in_trace if part.kind == "control" for inner in part.inside}
     return TraceComparison(

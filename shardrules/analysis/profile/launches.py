@@ -9,7 +9,7 @@ generates. Both sequences are aligned, and each event gets the name of its instr
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import attrs
@@ -24,7 +24,7 @@ _FAMILIES: tuple[tuple[KernelFamily, re.Pattern[str]], ...] = (
     ("attention", re.compile(r"fmha|sdpa|flash|attention", re.IGNORECASE)),
     ("convolution", re.compile(r"conv(?!ert)|implicit_?gemm|dgrad|wgrad|fprop|winograd", re.IGNORECASE)),
     ("matmul", re.compile(r"gemm|gemv|nvjet|cutlass|cublas|matmul|splitk|xmma|tensorop", re.IGNORECASE)),
-    ("sort", re.compile(r"radixsort|cub::|sort", re.IGNORECASE)),
+    ("sort", re.compile(r"cub::|sort", re.IGNORECASE)),
     ("copy", re.compile(r"memcpy", re.IGNORECASE)),
 )
 """What kernels of libraries compute, by their names; the first that matches counts."""
@@ -66,19 +66,22 @@ def with_instructions(trace: ProfileTrace, modelled: ModelledProgram) -> Profile
             if frozenset(units) not in aligned:
                 aligned[frozenset(units)] = _align_units(units, modelled)
             for group, whole in zip(groups, wholes, strict=True):
-                names = aligned[frozenset(units)][_unit(whole)]
-                # Kernels on several streams overlap in another order each time, equal ones in the same. The first
-                # launch may have begun before the trace.
-                counts = Counter(activity.kernel for activity in group)
-                part = {
-                    kernel: slice(-count, None) if group is groups[0] else slice(count)
-                    for kernel, count in counts.items()
-                }
-                left = {kernel: iter(names[kernel][part[kernel]]) for kernel in counts}
-                activities += [attrs.evolve(activity, name=next(left[activity.kernel])) for activity in group]
+                activities += _renamed(group, aligned[frozenset(units)][_unit(whole)], is_first=group is groups[0])
         in_order = sorted(activities, key=lambda activity: (activity.start_ns, activity.end_ns))
         devices.append(attrs.evolve(device, activities=tuple(in_order)))
     return attrs.evolve(trace, devices=tuple(devices))
+
+
+def _renamed(group: Sequence[Activity], names: Mapping[str, list[str]], *, is_first: bool) -> Iterator[Activity]:
+    """The kernels of a launch under the names of their instructions, given those of all of its graph.
+
+    Kernels on several streams overlap in another order each time, equal ones in the same. The first launch may have
+    begun before the trace, and the last may end after it.
+    """
+    counts = Counter(activity.kernel for activity in group)
+    left = {kernel: iter(names[kernel][-count:] if is_first else names[kernel]) for kernel, count in counts.items()}
+    for activity in group:
+        yield attrs.evolve(activity, name=next(left[activity.kernel]))
 
 
 def _wholes(groups: Sequence[list[Activity]]) -> list[list[Activity]]:

@@ -125,7 +125,6 @@ def _best(candidates: Iterable[_Candidate], name: str) -> _Candidate | None:
 def _candidates(devices: Iterable[DeviceTrace], modelled: ModelledProgram) -> list[_Candidate]:
     """The programs of devices, those that take most time first."""
     times: dict[ProfiledProgram, dict[tuple[str, str], float]] = {}
-    has_kernels = any(activity.kernel for device in devices for activity in device.activities)
     for device in devices:
         for activity in device.activities:
             if activity.program is not None and not activity.in_flight:
@@ -138,7 +137,7 @@ def _candidates(devices: Iterable[DeviceTrace], modelled: ModelledProgram) -> li
         unmatched = {name: ns for (name, text), ns in by_name.items() if modelled.find(name, text) is None}
         names = sorted(unmatched, key=lambda name: -unmatched[name])
         share = 1 - sum(unmatched.values()) / total if total else 0.0
-        if has_kernels:
+        if any(device.has_kernels for device in devices):
             share = min(share, modelled.covered(name for name, _ in by_name))
         candidates.append(_Candidate(program, total / 1e9, share, tuple(names)))
     return sorted(candidates, key=lambda candidate: -candidate.seconds)

@@ -116,6 +116,11 @@ class DeviceTrace:
     """Empty on CPUs and GPUs."""
 
     @property
+    def has_kernels(self) -> bool:
+        """Whether events are kernels, which instructions are found for; so it is on GPUs."""
+        return any(activity.kernel for activity in self.activities)
+
+    @property
     def host(self) -> str:
         """The host that the name begins with in traces of several; empty in those of a single host."""
         return self.device.rpartition(" ")[0]

@@ -106,7 +106,7 @@ class Flow:
         for computation in self.computations:
             for instruction in computation.instructions:
                 if instruction.op == "while":
-                    printed = _printed_trips(instruction)
+                    printed = printed_trips(instruction)
                     trips[instruction.name] = (
                         self._counted_trips(computation, instruction) if printed is None else printed
                     )
@@ -293,8 +293,8 @@ def _rounds(start: int, end: int, step: int, direction: str) -> int | None:
     return -(-(distance + (direction in ("LE", "GE"))) // abs(step))
 
 
-def _printed_trips(loop: Instruction) -> int | None:
-    """The number of rounds that XLA prints, in the backend's configuration or, in older versions, as an attribute."""
+def printed_trips(loop: Instruction) -> int | None:
+    """Returns the rounds that XLA prints, in the backend's configuration or, in older versions, as an attribute."""
     count = loop.backend_config.get("known_trip_count", {}).get("n")
     if count is None:
         count = "".join(map(str, loop.dims("known_trip_count")))

@@ -7,7 +7,7 @@ import attrs
 
 from shardrules.analysis.program.custom_calls import NO_WORK, kernel_names
 from shardrules.analysis.program.flops import Matmul
-from shardrules.analysis.program.flow import CALL_ROLES, LOOP_ROLES, Times
+from shardrules.analysis.program.flow import CALL_ROLES, LOOP_ROLES, Times, printed_trips
 from shardrules.analysis.program.program import CompiledProgram, Source
 from shardrules.analysis.program.text import HOST_MEMORY, Computation, Instruction
 from shardrules.analysis.program.traffic import (
@@ -128,7 +128,7 @@ def _is_idle_condition(program: CompiledProgram, computation: Computation) -> bo
     """Whether it is the condition of loops whose rounds are known, so that nothing has to compute it."""
     calls = program.callers(computation.name)
     return bool(calls) and all(
-        call.role == "condition" and "known_trip_count" in call.instruction.backend_config for call in calls
+        call.role == "condition" and printed_trips(call.instruction) is not None for call in calls
     )
 
 
