@@ -210,7 +210,8 @@ class Decoder:
             return expert_layer(x, weights), None
         x = checkpoint_name(self._residual(x), "decoder_layer_input")
         normed = self._residual(self._norm(x, weights, "norm_attention"))
-        context = self._fence(attend(self.platform, self.recipe.blocks, *self._heads(normed, weights)))
+        whole = self._constrain(normed, BATCH, None, None) if self.recipe.gather_once else normed
+        context = self._fence(attend(self.platform, self.recipe.blocks, *self._heads(whole, weights)))
         context = self._constrain(context, BATCH, None, "tensor")
         out = self._residual(checkpoint_name(self._dense("bshd,hde->bse", context, weights, "out"), "out_proj"))
         if not self.dims.parallel:
