@@ -7,7 +7,7 @@ model with the row's mesh, constraints, pinned weights, policy and accumulations
 is the same for both: blocks of queries, in plain JAX. With `--prove N`, the best N plans are compiled, and the
 published configuration as its authors run it, both with its flags; that ratio is of the times of the compiled programs.
 
-**Last answer.** 2026-11-23 (R4 2026-11-27), 2 cores of a busy AMD EPYC, JAX 0.10.2. By the model, without stages, the
+**Last answer.** 2026-11-23 (R4 2026-11-27), 2 busy cores, JAX 0.10.2. By the model, without stages, the
 plan takes 0.86 of the published configuration's time for R4, 0.87 for R1, 0.89 for row 24, 0.90 for 45, 0.91 for 40,
 0.94 for MPT-7B and 0.93 for MPT-13B of row 60, 0.92 for 22 and 44, 0.955 for 13, 0.96 for 17, and 0.91, 0.93 and 0.93
 for 49 with 512, 1,024 and 2,048 GPUs, each with 12 to 293 s of a core; with 512 GPUs the search took 600 s, and was cut
