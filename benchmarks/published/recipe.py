@@ -90,8 +90,8 @@ class Recipe:
     """The model says how XLA splits its activations."""
 
     gather_once: bool = False
-    """What queries, keys and values are computed from is gathered once in each pass, as by XLA of JAX 0.12; that
-    of 0.10 gathers it again for the gradient of each."""
+    """The program gathers what queries, keys and values are computed from once in each pass. XLA of JAX 0.12 does so
+    without being told, that of 0.10 gathers it again for the gradient of each."""
 
     clip: bool = True
     """Gradients are clipped by their global norm."""

@@ -121,7 +121,8 @@ class Row:
         # Layers of experts name nothing but their input, and read none of these.
         if self.remat not in ("none", "full", "minimal"):
             problems.append(f"remat of layers of experts must be none, full or minimal, got {self.remat!r}")
-        unread = [name for name in ("eager", "fsdp", "attention", "fused_qkv", "fused_mlp") if getattr(recipe, name)]
+        names = ("eager", "fsdp", "attention", "fused_qkv", "fused_mlp", "gather_once")
+        unread = [name for name in names if getattr(recipe, name)]
         return [*problems, *(f"layers of experts have no {name}" for name in unread)]
 
     @property
@@ -133,6 +134,8 @@ class Row:
             return [f"unknown strategy {recipe.fsdp!r} of FSDP; known are {', '.join(STRATEGIES)}"]
         if self.mesh["tensor"] > 1:
             return [f"PyTorch's FSDP splits nothing over tensor, got mesh {dict(self.mesh)}"]
+        if recipe.gather_once:
+            return ["PyTorch's FSDP gathers no activations: gather_once says nothing"]
         weights = jax.tree.leaves(weight_shapes(self.dims, recipe, self.length))
         uneven = sorted({weight.shape[-1] for weight in weights if weight.shape[-1] % size})
         return [f"weights of {', '.join(map(str, uneven))} elements do not split over fsdp {size}"] if uneven else []

@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,10 +61,13 @@ def test_rows_that_cannot_be_rebuilt_are_all_listed(tmp_path: Path) -> None:
         {"target": "tpu:v9:16x16"},
         {"target": "cuda:h100:96", "mesh": "fsdp:1,tensor:96"},
         {"target": "cuda:h100:8", "mesh": "fsdp:4,tensor:2"},
+        {"target": "cuda:h100:8", "mesh": "fsdp:8"},
     ]
     rows = [ROW.format(**{**good, **change}).replace("mine", f"mine {index}") for index, change in enumerate(wrong)]
-    rows[-1] += 'recipe = "torch"\n'
+    rows[-2] += 'recipe = "torch"\n'
+    rows[-1] += 'recipe = "once"\n'
     recipe = '[recipes.torch]\nfsdp = "FULL_SHARD"\nattention = "slow"\n'
+    recipe += '[recipes.once]\nfsdp = "FULL_SHARD"\ngather_once = true\n'
     (tmp_path / "rows.toml").write_text("".join(rows) + recipe)
     done = run("published_steps.py", "--rows", str(tmp_path / "rows.toml"))
     assert done.returncode == 2
@@ -76,8 +80,25 @@ def test_rows_that_cannot_be_rebuilt_are_all_listed(tmp_path: Path) -> None:
         "mine 5: heads 64 is not divisible by 96",
         "mine 6: unknown attention 'slow'; known are flash2, flash1-triton",
         "mine 6: PyTorch's FSDP splits nothing over tensor",
+        "mine 7: PyTorch's FSDP gathers no activations",
     ):
         assert text in done.stderr
+
+
+def test_the_input_of_attention_is_gathered_once_if_a_recipe_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    rows, decoders = (importlib.import_module(f"published.{name}") for name in ("rows", "decoder"))
+    (toy,) = (row for row in rows.read_rows([BENCHMARKS / "published" / "smoke.toml"]) if row.name == "toy")
+    weights = decoders.weight_shapes(toy.dims, toy.recipe, 8)
+    tokens = jax.ShapeDtypeStruct((8, 8), jnp.int32)
+
+    def constraints(gather_once: bool) -> int:
+        recipe = attrs.evolve(toy.recipe, gather_once=gather_once)
+        decoder = decoders.Decoder(toy.dims, recipe, "cpu", "full")
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))):
+            return str(jax.make_jaxpr(decoder.loss)(weights, tokens, tokens)).count("sharding_constraint")
+
+    assert constraints(gather_once=True) == constraints(gather_once=False) + 1
 
 
 def test_eager_kernels_have_the_gradients_of_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """By behaviour: `time_limit` is kept, however slow a search is. The clock here only moves while it works."""
 
+import gc
 import subprocess
 import sys
 import time
@@ -227,18 +228,15 @@ def test_searches_of_large_programs_end_in_time(memory_limit: str | None, monkey
     args = [layer] * 16, jax.ShapeDtypeStruct((64, 512, 512), jnp.float32)
     mesh = sr.mesh_shape("a:2,b:2,c:2")
     sr.autoplan(deep_step, *args, mesh=mesh, time_limit=0.1)  # so that nothing is done for the first time
-    overrun = float("inf")
-    for _ in range(3):  # a busy machine only adds to the time of the processor
-        start = time.process_time()
-        sr.autoplan(deep_step, *args, mesh=mesh, time_limit=0.1)
-        limit = 2 * (time.process_time() - start)
-        start = time.process_time()
-        planned = sr.autoplan(deep_step, *args, mesh=mesh, memory_limit=memory_limit, time_limit=limit)
-        assert planned.result.is_late or planned.status == "optimal"
-        overrun = min(overrun, (time.process_time() - start) / limit)
-        if overrun < 1.15:
-            break
-    assert overrun < 1.15
+    gc.collect()
+    gc.freeze()  # collecting what other tests left would count
+    start = time.process_time()
+    sr.autoplan(deep_step, *args, mesh=mesh, time_limit=0.1)
+    limit = 2 * (time.process_time() - start)
+    start = time.process_time()
+    planned = sr.autoplan(deep_step, *args, mesh=mesh, memory_limit=memory_limit, time_limit=limit)
+    assert time.process_time() - start < 1.15 * limit
+    assert planned.result.is_late or planned.status == "optimal"
 
 
 SILENT = """
