@@ -12,7 +12,7 @@ two of PyTorch on H100s. The median error is 3.2 %, the 90th percentile 9.8 %, t
 The orders R1, R4 and R5 are right, and the ratios of R4, with `gather_once`, are 1.28 and 1.39 (machines 1.30 and
 1.45: 1.9 and 4.6 % off). In R5, 61 narrow layers of DeepSeek-V3 with the batch that is nearest to the reported peaks,
 FSDP2 x TP2 takes 1.25 s (machines 1.43), FSDP4 1.34 s (machines 1.82) and FSDP2 x TPT2 9.99 s (machines 10.4). For R4
-and R5, JAX 0.12 gives the same times within 2 %. Compiling takes 4 to 63 s a row, and 291 s for GPT-3 on v6e, where
+and R5, JAX 0.12 gives the same times within 2 %. Compiling takes 4 to 63 s a row, and 224 s for GPT-3 on v6e, where
 nearly all goes into machine code, after the schedule is known; on slower cores that were busy with other work, 690 s,
 which is over the limit.
 
