@@ -13,6 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from shardrules.core.axes import AnyMesh
+from shardrules.core.callables import name_of
 from shardrules.core.errors import ConfigError, PlanError, TreeError
 from shardrules.core.finding import shape_text
 from shardrules.core.jax_state import under_trace
@@ -102,7 +103,7 @@ def compile_call(
         return compute(*arrays)
 
     # Compiled programs, profiles and audits show the user's name.
-    run.__name__ = run.__qualname__ = getattr(call.fn, "__name__", type(call.fn).__name__)
+    run.__name__ = run.__qualname__ = name_of(call.fn)
     jitted = _jit(run, in_shardings=tuple(shardings), out_shardings=out_shardings, donate_argnums=tuple(donated))
     is_silent = options.donate in ("all", "all-except-first")
     return Program(jitted, shardings, result, errors, is_silent)

@@ -13,6 +13,7 @@ import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text
+from shardrules.core.callables import name_of, update_wrapper
 from shardrules.core.context import current_mesh
 from shardrules.core.errors import ConfigTypeError, TreeError, UnknownAxisError, suggest
 from shardrules.core.finding import Finding, shape_text
@@ -148,7 +149,7 @@ class _Options:
 
 @final
 @jtu.register_pytree_node_class
-@attrs.define(eq=False, slots=False)  # with a dictionary of its own, for functools.update_wrapper
+@attrs.define(eq=False, slots=False)  # with a dictionary of its own, for update_wrapper
 class FilterShardMap:
     """A mapped function; `filter_shard_map` makes one. As a pytree it holds the arrays of the function."""
 
@@ -156,7 +157,7 @@ class FilterShardMap:
     options: _Options
 
     def __attrs_post_init__(self) -> None:
-        functools.update_wrapper(self, self.fn, updated=())
+        update_wrapper(self, self.fn)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         signature = signature_of(self.fn)
@@ -177,7 +178,7 @@ class FilterShardMap:
             return arrays
 
         # Errors of JAX name the user's function.
-        run.__name__ = run.__qualname__ = getattr(self.fn, "__name__", type(self.fn).__name__)
+        run.__name__ = run.__qualname__ = name_of(self.fn)
         mapped = jax.shard_map(
             run,
             mesh=_mesh_to_map(mapping.mesh),
