@@ -7,9 +7,7 @@ which Python refuses as a function's name.
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
-
-_Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
+from typing import Any
 
 _KINDS: dict[str, Any] = {"__module__": str, "__name__": str, "__qualname__": str, "__doc__": str | None}
 _KINDS |= {"__annotations__": dict, "__type_params__": tuple}
@@ -38,7 +36,7 @@ def name_of(fn: Any) -> str:
     return name
 
 
-def update_wrapper(wrapper: _Wrapper, fn: Any) -> _Wrapper:
+def update_wrapper(wrapper: Callable[..., Any], fn: Any) -> Callable[..., Any]:
     """Returns `wrapper` with the attributes of a callable, as far as a function may have them, and the callable."""
     assigned = [
         name for name in functools.WRAPPER_ASSIGNMENTS if isinstance(getattr(fn, name, None), _KINDS.get(name, object))
