@@ -344,7 +344,7 @@ def reshard_with_intermediate_sharding_generic(
         # Before the function may delete them.
         shapes = [array.shape for array in arrays]
         needed = arrays if may_alias is False and not donate else []
-        held = dict.fromkeys(name for array in needed for name in buffers_of(array))
+        needed_buffers = dict.fromkeys(name for array in needed for name in buffers_of(array))
         moved = list(jax_array_reshard_fn(arrays, shardings, donate=donate, **kwargs))
         for shape, sharding, new in zip(shapes, shardings, moved, strict=True):
             if new.shape != shape or not new.sharding.is_equivalent_to(sharding, new.ndim):
@@ -353,7 +353,9 @@ def reshard_with_intermediate_sharding_generic(
                     f"{new.sharding}"
                 )
         return [
-            jax.device_put(new, new.sharding, may_alias=False) if any(name in held for name in buffers_of(new)) else new
+            jax.device_put(new, new.sharding, may_alias=False)
+            if any(name in needed_buffers for name in buffers_of(new))
+            else new
             for new in moved
         ]
 
