@@ -30,7 +30,7 @@ from shardrules.core.errors import (
 )
 from shardrules.core.fields import one_of
 from shardrules.core.finding import Finding, shape_text
-from shardrules.core.jax_state import under_trace
+from shardrules.core.jax_state import device_put, under_trace
 from shardrules.core.spec import UNCONSTRAINED, axis_names, divisible_prefix, entries, make_spec, spec_repr
 from shardrules.core.tree import leaf_paths, spread
 from shardrules.placement.traced import axis_types, constrain_traced, fill_unconstrained, host_memory
@@ -163,7 +163,7 @@ class _Constraint:
 
 def _constrained(value: Any, constraint: _Constraint | Sharding) -> Any:
     if isinstance(constraint, Sharding):
-        return jax.device_put(value, constraint)
+        return device_put(value, constraint)
     return constrain_traced(jax.numpy.asarray(value), constraint.mesh, constraint.spec, constraint.memory)
 
 

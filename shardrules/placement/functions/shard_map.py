@@ -17,7 +17,7 @@ from shardrules.core.callables import name_of, update_wrapper
 from shardrules.core.context import current_mesh
 from shardrules.core.errors import ConfigTypeError, TreeError, UnknownAxisError, suggest
 from shardrules.core.finding import Finding, shape_text
-from shardrules.core.jax_state import under_trace
+from shardrules.core.jax_state import shard_map, under_trace
 from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.core.spec import UNCONSTRAINED, axis_names, device_dtype, entries, spec_repr
 from shardrules.core.tree import spread
@@ -179,7 +179,7 @@ class FilterShardMap:
 
         # Errors of JAX name the user's function.
         run.__name__ = run.__qualname__ = name_of(self.fn)
-        mapped = jax.shard_map(
+        mapped = shard_map(
             run,
             mesh=_mesh_to_map(mapping.mesh),
             in_specs=in_specs,
@@ -349,7 +349,7 @@ class _Mapping:
         options: dict[str, Any] = {"axis_names": self.options.axis_names, "check_vma": False}
         try:
             with jax.sharding.use_abstract_mesh(mesh):
-                mapped = jax.shard_map(run, in_specs=in_specs, out_specs=PartitionSpec(), **options)
+                mapped = shard_map(run, in_specs=in_specs, out_specs=PartitionSpec(), **options)
                 return eqx.combine(jax.eval_shape(mapped, *structs), static[-1])
         except Exception as error:
             error.add_note(

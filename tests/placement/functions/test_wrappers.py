@@ -121,3 +121,37 @@ def test_equinox_may_have_ours_in_the_place_of_its_own(when: str) -> None:
     ]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
     assert done.stdout == "raised\n", done.stderr
+
+
+OURS = {
+    "jax.lax.with_sharding_constraint": (
+        "lambda x, sharding: sr.with_sharding_constraint(x, sharding)",
+        "jax.jit(lambda x: jax.lax.with_sharding_constraint(x, sharding))(x)",
+    ),
+    "jax.shard_map": (
+        "lambda fn, **options: sr.filter_shard_map(fn, **options)",
+        "jax.jit(jax.shard_map(lambda x: x, mesh=mesh, in_specs=P('data'), out_specs=P('data')))(x)",
+    ),
+    "jax.sharding.reshard": (
+        "lambda x, sharding: sr.reshard(x, sharding)",
+        "jax.jit(lambda x: jax.sharding.reshard(x, sharding))(jax.sharding.reshard(x, sharding))",
+    ),
+    "jax.device_put": ("lambda x, sharding: sr.filter_shard(x, sharding)", "jax.device_put(x, sharding)"),
+}
+"""What a program may put into the place of a function of JAX, and a call of that."""
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_jax_may_have_ours_in_the_place_of_its_own(name: str) -> None:
+    ours, call = OURS[name]
+    types = "explicit" if name == "jax.sharding.reshard" else "auto"
+    lines = [
+        "import jax, jax.numpy as jnp, shardrules as sr",
+        "from jax.sharding import NamedSharding, PartitionSpec as P",
+        f"{name} = {ours}",
+        f"mesh = sr.create_mesh('data:8', axis_types={types!r})",
+        "sharding, x = NamedSharding(mesh, P('data')), jnp.ones(8)",
+        f"print({call}.sharding == sharding)",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr
