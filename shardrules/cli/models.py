@@ -15,6 +15,7 @@ from shardrules.cli.objects import NamedObject, has_arrays, load_object
 from shardrules.core.errors import PlanError
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.storage.records import is_cut_off
+from shardrules.core.storage.records import read_json as parse_json
 from shardrules.planning.answer import version
 from shardrules.rules.text import is_object_name
 
@@ -114,13 +115,13 @@ def read_json(path: Path, text: str) -> Any:
     if not text.strip():
         raise UsageError(f"{path} is empty; shardrules plan -o {path.name} writes a plan")
     try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise UsageError(f"{path} is not JSON: it nests too deeply") from error
+        return parse_json(text)
     except json.JSONDecodeError as error:
         if is_cut_off(error):
             raise UsageError(f"{path} is cut off after {len(text):,} characters: write or download it again") from error
         raise UsageError(f"{path} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
 
 
 def tree_of(plan: ShardingPlan) -> Any:

@@ -17,6 +17,7 @@ from shardrules.cli.terminal import working
 from shardrules.core.axes import mesh_text
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import PlanError, ShardRulesError, suggest
+from shardrules.core.fields import whole_number
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.mesh.shape import mesh_shape
@@ -182,9 +183,9 @@ def _refuse_unknown_axes(findings: Sequence[Finding], mesh: AbstractMesh) -> Non
 def read_mesh(text: str) -> AbstractMesh:
     """Returns a mesh without devices from its axes and sizes, `"data:16,model:4"`."""
     if re.fullmatch(r"\s*[-+]?\d+\s*", text):
-        count = int(text)
-        remedy = f"name an axis, data:{count}" if count > 0 else "write axes and sizes, data:16,model:4"
-        raise UsageError(f"--mesh {text}: a mesh has named axes, each of size 1 or more; {remedy}")
+        count = whole_number(text.strip().lstrip("+"))
+        remedy = f"name an axis, data:{count}" if count else "write axes and sizes, data:16,model:4"
+        raise UsageError(f"--mesh {text:.60}: a mesh has named axes, each of size 1 or more; {remedy}")
     try:
         mesh = mesh_shape(text)
     except ShardRulesError as error:

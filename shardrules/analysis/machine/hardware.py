@@ -30,6 +30,7 @@ from shardrules.analysis.machine.sheet_checks import hardware_problems
 from shardrules.analysis.machine.sheet_files import sheet_problems, sheet_text
 from shardrules.core.errors import ConfigError, HardwareError, ShardingWarning, suggest
 from shardrules.core.storage.files import read_text, write_text
+from shardrules.core.storage.records import read_toml
 
 RATES = ("bf16", "f16", "f32", "f32_highest", "f8", "s8", "f64")
 """The kinds of multiplication that a sheet has rates for.
@@ -292,8 +293,8 @@ class Hardware:
         """
         text = read_text(Path(file))
         try:
-            table = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+            table = read_toml(text)
+        except ValueError as error:
             raise HardwareError(f"{file} is not a sheet of hardware, which is TOML: {error}") from error
         problems = sheet_problems(table, FIGURES, required=_required())
         if problems:

@@ -11,6 +11,7 @@ from shardrules.cli.rules import load_rules
 from shardrules.cli.step import add_step, load_step, read_hardware
 from shardrules.cli.subject import make_plan, read_mesh
 from shardrules.cli.terminal import complain_of, show, working
+from shardrules.core.fields import whole_number
 from shardrules.planning.answer.frontier import Frontier
 from shardrules.planning.answer.report import AutoPlanReport
 from shardrules.planning.autoplan import autoplan
@@ -50,7 +51,7 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--mesh {args.mesh}: a number of devices is 1 or more; or write axes and sizes, data:4,model:2"
         )
-    mesh = int(args.mesh) if args.mesh.isdecimal() else read_mesh(args.mesh)
+    mesh = whole_number(args.mesh) or read_mesh(args.mesh)
     pins = None if args.pins is None else load_rules(args.pins)
     memory_limit = byte_option("--memory-limit", args.memory_limit)
     step = load_step(args.step)

@@ -16,6 +16,7 @@ from shardrules.core.errors import PlanError
 from shardrules.core.finding import Finding, merged
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.storage.codec import finding_to_json
+from shardrules.core.storage.records import read_json
 from shardrules.rules.files.rules_file import Limits
 
 FORMAT = 1
@@ -139,9 +140,9 @@ def _is_replaced(file: Path) -> bool:
         return False
     text = read_text(file)
     try:
-        data = json.loads(text)
+        data = read_json(text)
         return isinstance(data, dict) and "shardrules" in data
-    except (ValueError, RecursionError):
+    except ValueError:
         # With the marks of a merge, cut off, or empty: other JSON may be invalid, too, as a tsconfig with comments is.
         return '"shardrules"' in text or '{"shardrules"'.startswith("".join(text.split()))
 

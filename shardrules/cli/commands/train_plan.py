@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from shardrules.cli.optimizers import load_optimizer
 from shardrules.cli.rules import load_rules
 from shardrules.cli.step import errors_in_one_line, read_hardware
 from shardrules.cli.terminal import emit_progress, show, working
+from shardrules.core.storage.records import read_json
 from shardrules.training.plan_training import plan_training
 
 
@@ -90,7 +90,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _read_dims(text: str, batch: Any) -> Any:
     try:
-        dims = json.loads(text)
+        dims = read_json(text)
     except ValueError as error:
         raise UsageError(f"--example-dims must be an integer, or JSON like the batch, got {text!r}") from error
     return tuple(dims) if isinstance(dims, list) and isinstance(batch, tuple) else dims  # JSON has no tuples

@@ -15,7 +15,7 @@ from shardrules.core.errors import PlanError
 from shardrules.core.finding import Finding, Severity, template
 from shardrules.core.leaf import Decision, Leaf, LogicalName
 from shardrules.core.spec import spec_from_json, spec_repr, spec_to_json
-from shardrules.core.storage.records import problem
+from shardrules.core.storage.records import read_json, reading
 from shardrules.core.tree import PathStyle, Survey
 
 FORMAT = 1
@@ -116,8 +116,8 @@ def dumps(
 
 def loads(text: str) -> SavedPlan:
     """Returns what `dumps` wrote; a `PlanError` when the text is not a plan."""
-    try:
-        data = json.loads(text)
+    with reading(PlanError, "a plan"):
+        data = read_json(text)
         if data["shardrules"] != FORMAT:
             raise PlanError(f"this plan has format {data['shardrules']!r}, and this version reads {FORMAT}")
         mesh = None if data["mesh"] is None else _mesh_from_json(data["mesh"])
@@ -127,11 +127,6 @@ def loads(text: str) -> SavedPlan:
             raise ValueError(f"unknown path style {style!r}")
         findings = _findings_from_json(data["findings"])
         return SavedPlan(mesh, groups, findings, style, _typed(data["fingerprint"], str))
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
-        # The format error above is a ValueError, too, and clear as it is.
-        if isinstance(error, PlanError):
-            raise
-        raise PlanError(f"this text is not a plan: {problem(error)}") from error
 
 
 def _typed(value: Any, kind: type | UnionType) -> Any:

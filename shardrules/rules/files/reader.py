@@ -51,6 +51,7 @@ from shardrules.core.rule import (
 )
 from shardrules.core.spec import spec_from_json
 from shardrules.core.storage.files import read_text
+from shardrules.core.storage.records import read_toml
 from shardrules.mesh.shape import mesh_shape
 from shardrules.rules.auto import AutoShardingRule
 from shardrules.rules.composite import CompositeShardingRule
@@ -93,15 +94,18 @@ def read_rules_file(file: Path) -> RulesFile:
 def read_rules_text(text: str, file: Path) -> RulesFile:
     """Reads the text of a file of rules, which need not be written yet."""
     try:
-        data = tomllib.loads(text)
-    except RecursionError as error:
-        raise RulesFileError(f"{file}: invalid TOML: it nests too deeply") from error
+        data = read_toml(text)
     except tomllib.TOMLDecodeError as error:
         match = re.search(r"at line (\d+)", str(error))
         # Tomllib says "at end of document" then.
         line = match[1] if match else text.count("\n") + 1
         raise RulesFileError(f"{file}:{line}: invalid TOML: {error}") from error
-    return _Reader(file, key_lines(text)).read(data)
+    except ValueError as error:
+        raise RulesFileError(f"{file}: invalid TOML: {error}") from error
+    try:
+        return _Reader(file, key_lines(text)).read(data)
+    except RecursionError as error:
+        raise RulesFileError(f"{file}: its rules nest too deeply") from error
 
 
 _Attempt: TypeAlias = Callable[[Callable[[], Any]], Any]
