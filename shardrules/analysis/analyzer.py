@@ -138,7 +138,7 @@ class ShardingAnalyzer:
         donate_argnums: int | Sequence[int] = (),
         target: "Target | str" = "cpu",
         roles: Any = None,
-        hardware: "Hardware | None" = None,
+        hardware: "Hardware | str | None" = None,
         axis_types: AxisTypes = "auto",
         kernel_costs: "Sequence[KernelCost]" = (),
     ) -> "AuditReport":
@@ -160,7 +160,7 @@ class ShardingAnalyzer:
         - `roles`: what the arguments are for, a tree or prefix of `"parameters"`, `"optimizer state"` and `"batch"`. By
             default they are guessed: arrays that are repeated under equal paths and shapes are parameters, and the
             repetitions are state.
-        - `hardware`: the sheet of the device; by default the target's.
+        - `hardware`: the sheet of the device, or the name of one (`"cuda:h100"`); by default the target's.
         - `axis_types`: the types of the axes while `fn` is traced; `None`: the mesh's own.
         - `kernel_costs`: what kernels cost that do not say it, from `kernel_cost`. The first that matches counts.
 

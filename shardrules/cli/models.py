@@ -86,9 +86,10 @@ def read_plan(path: Path) -> ShardingPlan:
     """Reads the JSON of a plan, also inside of what `shardrules autoplan` or `plan --optimizer` wrote."""
     text = read_text(path)
     data = read_json(path, text)
-    # Autoplan has the plan beside its figures, and with an optimizer there are two plans.
+    # Autoplan and train-plan have the plan beside their figures, and with an optimizer there are two plans.
     for key, part, read_format in (
         ("shardrules_autoplan", "plan", version.FORMAT),
+        ("shardrules_train_plan", "plan", version.TRAINING_FORMAT),
         ("shardrules_plans", "model", FORMAT),
     ):
         if isinstance(data, dict) and key in data and part in data:
@@ -102,6 +103,11 @@ def read_plan(path: Path) -> ShardingPlan:
             raise UsageError(f"{path}: {one_line(error)}") from error
         kind = kind_of(data) or "JSON, but not what shardrules plan -o writes"
         raise UsageError(f"{path} is not a plan: it is {kind}") from error
+
+
+def is_of_arguments(text: str) -> bool:
+    """Returns whether the JSON of a plan is of all arguments of a step, as those of autoplan and train-plan are."""
+    return any(f'"{key}"' in text[:100] for key in ("shardrules_autoplan", "shardrules_train_plan"))
 
 
 def kind_of(data: Any) -> str:

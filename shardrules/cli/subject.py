@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import attrs
@@ -149,10 +149,15 @@ def _read_inputs(args: argparse.Namespace, rules: LoadedRules | None) -> _Inputs
     return _Inputs(model, rule, mesh, optimizer or "", state)
 
 
-def make_plan(rule: ShardingRule, tree: Any, mesh: AbstractMesh) -> ShardingPlan:
+def make_plan(
+    rule: ShardingRule,
+    tree: Any,
+    mesh: AbstractMesh,
+    planner: Callable[[ShardingRule, Any, AbstractMesh], ShardingPlan] = ShardingRule.plan,
+) -> ShardingPlan:
     """Plans a tree; the plan may be unsound. Unknown axes and errors of the user's own rules are a `UsageError`."""
     try:
-        plan = rule.plan(tree, mesh)
+        plan = planner(rule, tree, mesh)
     except PlanError as error:
         _refuse_unknown_axes([finding for finding in error.findings if isinstance(finding, Finding)], mesh)
         raise

@@ -30,7 +30,7 @@ import functools
 import inspect
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, final, get_args
@@ -63,6 +63,7 @@ from shardrules.rules.fsdp import FSDPShardingRule
 from shardrules.rules.huggingface.rule import HuggingFaceShardingRule
 from shardrules.rules.logical.rule import LogicalShardingRule
 from shardrules.rules.memory import MemoryConstrainedShardingRule
+from shardrules.rules.named_axes import named_axes
 from shardrules.rules.regex import RegexShardingRule
 from shardrules.rules.replicate import ReplicateShardingRule
 from shardrules.rules.shape_based import ShapeBasedShardingRule
@@ -323,7 +324,7 @@ class _Reader:
         if isinstance(value, str):
             rule = self._guard(lambda: parse_rule(value), path)
             # The axes of a rule as text are known only once it is parsed.
-            self.axes.extend((name, self.place(path)) for name in _axes(rule))
+            self.axes.extend((name, self.place(path)) for name in named_axes(rule))
             return rule
         if not isinstance(value, dict):
             raise self.error(path, f"a rule is a string such as \"fsdp('data')\", or a table; got {value!r:.60}")
@@ -489,25 +490,6 @@ class _Reader:
             return ShardingPlan.from_json(read_text(self.file.parent / value))
         except (ConfigError, PlanError) as error:
             raise self.error(path, _joined(error)) from error
-
-
-def _axes(rule: ShardingRule) -> Iterator[str]:
-    """Yields the axes in the arguments of a rule that was written as text."""
-    axes: Sequence[Any] = ()
-    match rule:
-        case ChainShardingRule():
-            for part in rule.rules:
-                yield from _axes(part)
-        case AutoShardingRule() | MemoryConstrainedShardingRule():
-            axes = rule.axis_names or ()
-        case DimShardingRule() | FSDPShardingRule():
-            axes = (rule.axis,)
-        case HuggingFaceShardingRule():
-            axes = [axis for axis in (rule.tensor, rule.fsdp) if axis != "auto"]
-        case LogicalShardingRule():
-            axes = [axis for _, axis in rule.mapping]
-    for axis in axes:
-        yield from () if axis is None else axis_tuple(axis)
 
 
 _ReadField: TypeAlias = Callable[[_Reader, Any, KeyPath], Any]
