@@ -9,6 +9,7 @@ import attrs
 from jax.sharding import AbstractMesh
 
 from shardrules.cli.errors import UsageError, one_line
+from shardrules.cli.faults import STATE, faults
 from shardrules.cli.models import Model, load_model
 from shardrules.cli.objects import describe_error
 from shardrules.cli.optimizers import optimizer_state
@@ -50,9 +51,14 @@ class Subject:
         """The findings of both plans. Paths in the state begin with `optimizer`."""
         return (*self.plan.findings, *self._state_findings())
 
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        """The findings of both plans, one for each fault."""
+        return faults(self.plan.findings, self._state_findings())
+
     def _state_findings(self) -> Iterator[Finding]:
         for finding in self.state.findings if self.state else ():
-            yield attrs.evolve(finding, path=f"optimizer/{finding.path}" if finding.path else "optimizer")
+            yield attrs.evolve(finding, path=f"{STATE}/{finding.path}" if finding.path else STATE)
 
     @property
     def summary(self) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shardrules.cli.command import FINDINGS, SUCCESS, Command
 from shardrules.cli.errors import UsageError, byte_option, one_line
+from shardrules.cli.faults import faults
 from shardrules.cli.files import read_text, write
 from shardrules.cli.models import read_plan
 from shardrules.cli.subject import Subject, add_subject, load_subject, read_rules
@@ -47,7 +48,7 @@ def _run(args: argparse.Namespace) -> int:
         # Undecided leaves are findings too, in every format.
         findings = tuple(finding for finding in error.findings if isinstance(finding, Finding))
         findings = findings or (Finding("error", "undecided", one_line(error)),)
-        return _print_findings(failing(merged(findings), args, limits), None, args)
+        return _print_findings(failing(faults(findings), args, limits), None, args)
     if args.update:
         # A golden plan must be sound.
         subject.plan.check()
@@ -56,7 +57,7 @@ def _run(args: argparse.Namespace) -> int:
         write(args.golden, f"{subject.plan.to_json()}\n", makes_folders=True)
     over = _over_budget(subject, budget) if budget is not None else ()
     changed = _changes(subject.plan, args.golden) if args.golden is not None else ()
-    findings = merged((*subject.findings, *over, *changed))
+    findings = merged((*subject.faults, *over, *changed))
     return _print_findings(failing(findings, args, limits), subject, args)
 
 
