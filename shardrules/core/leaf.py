@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, final
 import attrs
 from jax.sharding import PartitionSpec
 
-from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, mesh_sizes, mesh_text
+from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, mesh_sizes, mesh_text, packs_bits
 from shardrules.core.errors import NoMeshError, RuleError, printable, suggest
 from shardrules.core.finding import UNKNOWN_AXIS_REMEDY, Finding, shape_text
 from shardrules.core.spec import (
@@ -98,7 +98,7 @@ class Decision:
         """
         if self.spec is None:
             return leaf.nbytes
-        return shard_bytes(leaf.shape, leaf.dtype, self.spec, sizes)
+        return leaf.shard_bytes(self.spec, sizes)
 
 
 @final
@@ -144,7 +144,12 @@ class Leaf:
     @property
     def nbytes(self) -> int:
         """The bytes of the whole array, as XLA would allocate them."""
-        return array_bytes(self.shape, self.dtype)
+        return array_bytes(self.shape, self.dtype, packed=packs_bits(self.mesh))
+
+    def shard_bytes(self, spec: PartitionSpec, sizes: Mapping[str, int] | None = None) -> int:
+        """Returns the bytes that the largest shard takes on one device of the mesh, or of a mesh of other `sizes`."""
+        sizes = self.sizes if sizes is None else sizes
+        return shard_bytes(self.shape, self.dtype, spec, sizes, packed=packs_bits(self.mesh))
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -148,23 +148,29 @@ def device_dtype(dtype: Any) -> Any:
     return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(np.dtype(dtype))
 
 
-def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """Returns the bytes that XLA gives an array: sub-byte types are packed, 64-bit ones follow JAX's x64 mode."""
+def array_bytes(shape: tuple[int, ...], dtype: Any, *, packed: bool = True) -> int:
+    """Returns the bytes that XLA gives an array; 64-bit types follow JAX's x64 mode.
+
+    Elements of fewer than 8 bits are `packed`, as on TPUs and GPUs, or take a byte each, as in the arrays of CPUs.
+    """
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return math.prod(shape) * dtype.itemsize
-    # XLA packs types below a byte, so bytes per element would be wrong for them.
     bits = jax.dtypes.itemsize_bits(device_dtype(dtype))
+    bits = bits if packed else max(bits, 8)
     return -(-math.prod(shape) * bits // 8)  # int4 and the like are packed, so the last byte may be half empty
 
 
-def shard_bytes(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes that the largest shard takes on one device.
+def shard_bytes(
+    shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, sizes: Mapping[str, int], *, packed: bool = True
+) -> int:
+    """Returns the bytes that the largest shard takes on one device; `packed=False` is for CPUs, whose elements of fewer
+    than 8 bits take a byte each.
 
     ```python
     assert sr.specs.shard_bytes((8, 6), jnp.float32, P("data"), {"data": 4}) == 48
     ```
     """
-    return array_bytes(shard_shape(shape, spec, sizes), dtype)
+    return array_bytes(shard_shape(shape, spec, sizes), dtype, packed=packed)
 
 
 def divisible_prefix(entry: Entry, dim_size: int, sizes: Mapping[str, int]) -> Entry:
