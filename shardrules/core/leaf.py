@@ -147,7 +147,17 @@ class Leaf:
         return array_bytes(self.shape, self.dtype, packed=packs_bits(self.mesh))
 
     def shard_bytes(self, spec: PartitionSpec, sizes: Mapping[str, int] | None = None) -> int:
-        """Returns the bytes that the largest shard takes on one device of the mesh, or of a mesh of other `sizes`."""
+        """Returns the bytes that the largest shard takes on one device.
+
+        **Arguments:**
+
+        - `spec`: how the leaf is split.
+        - `sizes`: the size of each mesh axis; by default those of the leaf's mesh.
+
+        **Returns:**
+
+        Bytes, as XLA would allocate them.
+        """
         sizes = self.sizes if sizes is None else sizes
         return shard_bytes(self.shape, self.dtype, spec, sizes, packed=packs_bits(self.mesh))
 

@@ -207,7 +207,20 @@ class Hardware:
 
     @staticmethod
     def of(hardware: "Hardware | str") -> "Hardware":
-        """Returns a sheet, or the ready one that a string names; a `ConfigTypeError` for anything else."""
+        """Returns a sheet, or the ready one that a string names.
+
+        **Arguments:**
+
+        - `hardware`: a `Hardware`, or a name as for `named`.
+
+        **Returns:**
+
+        A `Hardware`.
+
+        **Raises:**
+
+        `HardwareError` for an unknown name, `ConfigTypeError` for anything else.
+        """
         if isinstance(hardware, str):
             return Hardware.named(hardware)
         if not isinstance(hardware, Hardware):
