@@ -77,9 +77,9 @@ class ShardingAnalyzer:
     def estimate_memory_usage(self, tree: Any, specs: Any) -> dict[str, int]:
         """Returns how many bytes the arrays take, in total and on one device.
 
-        These are the bytes that arrays take on the devices of the mesh. Elements of fewer than 8 bits are packed, but
-        take a byte each on a mesh of CPUs. The largest shard counts where shards are uneven, and PRNG keys have the
-        size of their words.
+        These are the bytes that arrays take on the devices of the mesh. Elements of fewer than 8 bits are packed,
+        except on a mesh of CPUs before JAX 0.12, where they take a byte each. The largest shard counts where shards
+        are uneven, and PRNG keys have the size of their words.
 
         **Arguments:**
 

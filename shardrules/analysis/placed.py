@@ -8,11 +8,11 @@ from typing import Any, final
 import attrs
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules.core.axes import AnyMesh, mesh_sizes, packs_bits
+from shardrules.core.axes import AnyMesh, mesh_sizes
 from shardrules.core.context import current_mesh
 from shardrules.core.errors import ConfigTypeError, NoMeshError, printable
 from shardrules.core.leaf import Leaf
-from shardrules.core.spec import array_bytes, axis_names, part_count, shard_shape
+from shardrules.core.spec import array_bytes, axis_names, packs, part_count, shard_shape
 from shardrules.core.tree import flatten_specs, survey
 
 
@@ -41,7 +41,7 @@ class PlacedLeaf:
             [(full, dim // full), (dim % full, 1)] if dim % full else [(full, dim // full)]
             for dim, full in zip(self.leaf.shape, largest, strict=True)
         ]
-        packed = packs_bits(self.leaf.mesh)
+        packed = packs(self.leaf.mesh, self.leaf.dtype)
         return sum(
             array_bytes(tuple(size for size, _ in shard), self.leaf.dtype, packed=packed)
             * math.prod(count for _, count in shard)

@@ -64,14 +64,6 @@ def mesh_sizes(mesh: AnyMesh | None) -> dict[str, int]:
     return {} if mesh is None else dict(mesh.shape)
 
 
-def packs_bits(mesh: AnyMesh | None) -> bool:
-    """Whether several elements of fewer than 8 bits share a byte on the devices of a mesh: on all but CPUs.
-
-    Of a mesh without devices it is true, as on TPUs and GPUs.
-    """
-    return not (isinstance(mesh, Mesh) and mesh.devices.size and getattr(mesh.devices.flat[0], "platform", "") == "cpu")
-
-
 def mesh_text(mesh: AnyMesh | None) -> str:
     """Returns the shape of `mesh` as text that `mesh_shape` reads, `"data:4,model:2"`."""
     return "no mesh" if mesh is None else ",".join(f"{name}:{size}" for name, size in mesh.shape.items())

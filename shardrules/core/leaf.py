@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, final
 import attrs
 from jax.sharding import PartitionSpec
 
-from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, mesh_sizes, mesh_text, packs_bits
+from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, mesh_sizes, mesh_text
 from shardrules.core.errors import NoMeshError, RuleError, printable, suggest
 from shardrules.core.finding import UNKNOWN_AXIS_REMEDY, Finding, shape_text
 from shardrules.core.spec import (
@@ -18,6 +18,7 @@ from shardrules.core.spec import (
     canonical,
     entries,
     make_spec,
+    packs,
     shard_bytes,
     spec_code,
     spec_key,
@@ -144,7 +145,7 @@ class Leaf:
     @property
     def nbytes(self) -> int:
         """The bytes of the whole array, as XLA would allocate them."""
-        return array_bytes(self.shape, self.dtype, packed=packs_bits(self.mesh))
+        return array_bytes(self.shape, self.dtype, packed=packs(self.mesh, self.dtype))
 
     def shard_bytes(self, spec: PartitionSpec, sizes: Mapping[str, int] | None = None) -> int:
         """Returns the bytes that the largest shard takes on one device.
@@ -159,7 +160,7 @@ class Leaf:
         Bytes, as XLA would allocate them.
         """
         sizes = self.sizes if sizes is None else sizes
-        return shard_bytes(self.shape, self.dtype, spec, sizes, packed=packs_bits(self.mesh))
+        return shard_bytes(self.shape, self.dtype, spec, sizes, packed=packs(self.mesh, self.dtype))
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -182,7 +182,6 @@ def test_wrong_arguments_are_refused() -> None:
     unknown = sr.RegexShardingRule([("weight", P("tensor"))])
     with pytest.raises(PlanError, match="pins: unknown axis 'tensor'; meshes of cuda:h100:8 have stage, replica, data"):
         sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", pins=unknown)
-    assert "data:8: " not in str(caught.value)
     with pytest.raises(PlanError, match=r"'value_fn'\. Line searches, such as that of optax\.lbfgs, evaluate the loss"):
         sr.plan_training(squares, model, optax.lbfgs(), batch, cluster="cuda:h100:8")
     opaque = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)
