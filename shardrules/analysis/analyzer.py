@@ -77,8 +77,9 @@ class ShardingAnalyzer:
     def estimate_memory_usage(self, pytree: Any, partition_specs: Any) -> dict[str, int]:
         """Returns how many bytes the arrays take, in total and on one device.
 
-        These are the bytes that XLA allocates for arguments: sub-byte types are packed, the largest shard counts where
-        shards are uneven, and PRNG keys have the size of their words.
+        These are the bytes that arrays take on the devices of the mesh. Elements of fewer than 8 bits are packed,
+        except on a mesh of CPUs before JAX 0.12, where they take a byte each. The largest shard counts where shards
+        are uneven, and PRNG keys have the size of their words.
 
         **Arguments:**
 
@@ -138,7 +139,7 @@ class ShardingAnalyzer:
         donate_argnums: int | Sequence[int] = (),
         target: "Target | str" = "cpu",
         roles: Any = None,
-        hardware: "Hardware | None" = None,
+        hardware: "Hardware | str | None" = None,
         axis_types: AxisTypes = "auto",
         kernel_costs: "Sequence[KernelCost]" = (),
     ) -> "AuditReport":
@@ -160,7 +161,7 @@ class ShardingAnalyzer:
         - `roles`: what the arguments are for, a tree or prefix of `"parameters"`, `"optimizer state"` and `"batch"`. By
             default they are guessed: arrays that are repeated under equal paths and shapes are parameters, and the
             repetitions are state.
-        - `hardware`: the sheet of the device; by default the target's.
+        - `hardware`: the sheet of the device, or the name of one (`"cuda:h100"`); by default the target's.
         - `axis_types`: the types of the axes while `fn` is traced; `None`: the mesh's own.
         - `kernel_costs`: what kernels cost that do not say it, from `kernel_cost`. The first that matches counts.
 

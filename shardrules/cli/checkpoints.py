@@ -1,6 +1,5 @@
 """Checkpoints as models: their arrays by name, as trees of shapes. No array is read."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -13,6 +12,7 @@ from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import read_text
 from shardrules.core.errors import CheckpointError
 from shardrules.core.finding import Finding
+from shardrules.core.storage.records import read_json
 from shardrules.placement.checkpoints.headers import (
     DTYPES,
     INDEX,
@@ -96,8 +96,8 @@ def _lonely_index(path: Path) -> SafetensorsIndex | None:
 
 def _read_config(file: Path) -> Any:
     try:
-        return json.loads(read_text(file))
-    except (ValueError, RecursionError) as error:
+        return read_json(read_text(file))
+    except ValueError as error:
         raise UsageError(f"{file}: it is not JSON: {error!s:.80}; copy or download it again") from error
 
 

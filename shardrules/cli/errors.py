@@ -30,6 +30,6 @@ def one_line(error: BaseException) -> str:
 def byte_option(option: str, text: str | None) -> int | None:
     """Returns the bytes that an option names, `"16GiB"` or a plain number; `None` where it is not given."""
     try:
-        return None if text is None else read_bytes(option, int(text) if text.isdecimal() else text)
+        return None if text is None else read_bytes(option, f"{text} B" if text.isdecimal() else text)
     except ConfigError as error:
         raise UsageError(one_line(error)) from error

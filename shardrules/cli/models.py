@@ -15,6 +15,7 @@ from shardrules.cli.objects import NamedObject, has_arrays, load_object
 from shardrules.core.errors import PlanError
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.storage.records import is_cut_off
+from shardrules.core.storage.records import read_json as parse_json
 from shardrules.planning.answer import version
 from shardrules.rules.text import is_object_name
 
@@ -85,9 +86,10 @@ def read_plan(path: Path) -> ShardingPlan:
     """Reads the JSON of a plan, also inside of what `shardrules autoplan` or `plan --optimizer` wrote."""
     text = read_text(path)
     data = read_json(path, text)
-    # Autoplan has the plan beside its figures, and with an optimizer there are two plans.
+    # Autoplan and train-plan have the plan beside their figures, and with an optimizer there are two plans.
     for key, part, read_format in (
         ("shardrules_autoplan", "plan", version.FORMAT),
+        ("shardrules_train_plan", "plan", version.TRAINING_FORMAT),
         ("shardrules_plans", "model", FORMAT),
     ):
         if isinstance(data, dict) and key in data and part in data:
@@ -103,6 +105,11 @@ def read_plan(path: Path) -> ShardingPlan:
         raise UsageError(f"{path} is not a plan: it is {kind}") from error
 
 
+def is_of_arguments(text: str) -> bool:
+    """Returns whether the JSON of a plan is of all arguments of a step, as those of autoplan and train-plan are."""
+    return any(f'"{key}"' in text[:100] for key in ("shardrules_autoplan", "shardrules_train_plan"))
+
+
 def kind_of(data: Any) -> str:
     """Returns what kind of document JSON is, by its keys; nothing for others."""
     kinds = (meaning for key, meaning in _KINDS.items() if isinstance(data, dict) and key in data)
@@ -114,13 +121,13 @@ def read_json(path: Path, text: str) -> Any:
     if not text.strip():
         raise UsageError(f"{path} is empty; shardrules plan -o {path.name} writes a plan")
     try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise UsageError(f"{path} is not JSON: it nests too deeply") from error
+        return parse_json(text)
     except json.JSONDecodeError as error:
         if is_cut_off(error):
             raise UsageError(f"{path} is cut off after {len(text):,} characters: write or download it again") from error
         raise UsageError(f"{path} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
 
 
 def tree_of(plan: ShardingPlan) -> Any:

@@ -22,6 +22,7 @@ import jax.tree_util as jtu
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import missing_file, named_path
 from shardrules.core.errors import ConfigError, ShardRulesError, suggest
+from shardrules.core.fields import whole_number
 from shardrules.core.tree import array_kind
 from shardrules.rules.text import OBJECT_NAME, parse_op
 
@@ -288,9 +289,8 @@ def _read_shapes(text: str) -> Any:
             dtype = None if match is None else jnp.dtype(match["dtype"])
         except TypeError:
             dtype = None
-        if match is None or dtype is None:
+        sizes = [whole_number(size.strip()) for size in match["dims"].split(",") if size.strip()] if match else [None]
+        if dtype is None or None in sizes:
             raise UsageError(f"{part.strip()!r} is not an array's dtype and shape, as int32[512,4097] is")
-        shapes.append(
-            jax.ShapeDtypeStruct(tuple(int(size) for size in match["dims"].split(",") if size.strip()), dtype)
-        )
+        shapes.append(jax.ShapeDtypeStruct(tuple(sizes), dtype))
     return shapes[0] if len(shapes) == 1 else tuple(shapes)

@@ -1,6 +1,7 @@
 """Rules named on the command line: a TOML file, a Python object, a plan, or a rule as text."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -9,12 +10,14 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import named_path, read_text
-from shardrules.cli.models import read_plan
+from shardrules.cli.models import is_of_arguments, read_plan
 from shardrules.cli.objects import NamedObject, load_object
-from shardrules.core.errors import RulesFileError, ShardRulesError
+from shardrules.core.axes import mesh_text
+from shardrules.core.errors import RulesFileError, ShardRulesError, suggest
 from shardrules.core.rule import ShardingRule
 from shardrules.rules.files.reader import read_rules_file
 from shardrules.rules.files.rules_file import Limits, RulesFile
+from shardrules.rules.named_axes import named_axes
 from shardrules.rules.regex import RegexShardingRule
 from shardrules.rules.text import is_object_name, parse_rule
 
@@ -49,11 +52,20 @@ class LoadedRules:
 
     def check_axes(self, mesh: AbstractMesh) -> None:
         """Raises a `UsageError` with the line and the key path of each axis in the file that a mesh lacks."""
+        if self.file is not None:
+            self.check_axis_names(mesh.axis_names, f"the mesh is {mesh_text(mesh)}")
+
+    def check_axis_names(self, names: Sequence[str], reason: str) -> None:
+        """Raises a `UsageError` for axes that are not among `names`, with their places in the file, if there is one."""
         try:
             if self.file is not None:
-                self.file.check_axes(mesh)
+                self.file.check_axis_names(names, reason)
         except RulesFileError as error:
             raise UsageError(str(error)) from error
+        unknown = [name for name in dict.fromkeys(named_axes(self.rule)) if name not in names]
+        if unknown:
+            listing = ", ".join(f"{name!r}{suggest(name, names)}" for name in unknown)
+            raise UsageError(f"unknown axis {listing}; {reason}. Correct the rules, or drop it with FittedShardingRule")
 
 
 def load_rules(text: str) -> LoadedRules:
@@ -62,7 +74,7 @@ def load_rules(text: str) -> LoadedRules:
     if path.suffix == ".toml":
         return _from_file(path)
     if path.suffix == ".json":
-        return LoadedRules(read_plan(path).as_rule(), is_for_step="shardrules_autoplan" in read_text(path)[:100])
+        return LoadedRules(read_plan(path).as_rule(), is_for_step=is_of_arguments(read_text(path)))
     # A folder, or a file of another kind, can never be rules: one of this name hides no object and no rule.
     if is_object_name(text) and (path.is_dir() or not path.exists()):
         return LoadedRules(_from_code(load_object(text)))

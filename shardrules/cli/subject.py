@@ -2,13 +2,14 @@
 
 import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import attrs
 from jax.sharding import AbstractMesh
 
 from shardrules.cli.errors import UsageError, one_line
+from shardrules.cli.faults import STATE, faults
 from shardrules.cli.models import Model, load_model
 from shardrules.cli.objects import describe_error
 from shardrules.cli.optimizers import optimizer_state
@@ -17,6 +18,7 @@ from shardrules.cli.terminal import working
 from shardrules.core.axes import mesh_text
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import PlanError, ShardRulesError, suggest
+from shardrules.core.fields import whole_number
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.mesh.shape import mesh_shape
@@ -49,9 +51,14 @@ class Subject:
         """The findings of both plans. Paths in the state begin with `optimizer`."""
         return (*self.plan.findings, *self._state_findings())
 
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        """The findings of both plans, one for each fault."""
+        return faults(self.plan.findings, self._state_findings())
+
     def _state_findings(self) -> Iterator[Finding]:
         for finding in self.state.findings if self.state else ():
-            yield attrs.evolve(finding, path=f"optimizer/{finding.path}" if finding.path else "optimizer")
+            yield attrs.evolve(finding, path=f"{STATE}/{finding.path}" if finding.path else STATE)
 
     @property
     def summary(self) -> str:
@@ -148,10 +155,15 @@ def _read_inputs(args: argparse.Namespace, rules: LoadedRules | None) -> _Inputs
     return _Inputs(model, rule, mesh, optimizer or "", state)
 
 
-def make_plan(rule: ShardingRule, tree: Any, mesh: AbstractMesh) -> ShardingPlan:
+def make_plan(
+    rule: ShardingRule,
+    tree: Any,
+    mesh: AbstractMesh,
+    planner: Callable[[ShardingRule, Any, AbstractMesh], ShardingPlan] = ShardingRule.plan,
+) -> ShardingPlan:
     """Plans a tree; the plan may be unsound. Unknown axes and errors of the user's own rules are a `UsageError`."""
     try:
-        plan = rule.plan(tree, mesh)
+        plan = planner(rule, tree, mesh)
     except PlanError as error:
         _refuse_unknown_axes([finding for finding in error.findings if isinstance(finding, Finding)], mesh)
         raise
@@ -182,9 +194,9 @@ def _refuse_unknown_axes(findings: Sequence[Finding], mesh: AbstractMesh) -> Non
 def read_mesh(text: str) -> AbstractMesh:
     """Returns a mesh without devices from its axes and sizes, `"data:16,model:4"`."""
     if re.fullmatch(r"\s*[-+]?\d+\s*", text):
-        count = int(text)
-        remedy = f"name an axis, data:{count}" if count > 0 else "write axes and sizes, data:16,model:4"
-        raise UsageError(f"--mesh {text}: a mesh has named axes, each of size 1 or more; {remedy}")
+        count = whole_number(text.strip().lstrip("+"))
+        remedy = f"name an axis, data:{count}" if count else "write axes and sizes, data:16,model:4"
+        raise UsageError(f"--mesh {text:.60}: a mesh has named axes, each of size 1 or more; {remedy}")
     try:
         mesh = mesh_shape(text)
     except ShardRulesError as error:

@@ -10,6 +10,21 @@ from typing import Any
 
 from shardrules.core.errors import ConfigError
 
+LARGEST_INTEGER = 2**63 - 1
+"""The largest integer of 64 bits. No size is larger, and Python refuses to print integers of 4,300 digits."""
+
+
+def whole_number(text: str) -> int | None:
+    """Returns the number that decimal digits write; `None` for any other text, and for more than 18 digits.
+
+    ```python
+    from shardrules.core.fields import whole_number
+
+    assert whole_number("64") == 64 and whole_number("-1") is whole_number("9" * 5000) is None
+    ```
+    """
+    return int(text) if text.isdecimal() and len(text.lstrip("0")) <= 18 else None
+
 
 def integer(name: str, least: int | None = None) -> Callable[[Any], int]:
     """Returns a converter to an integer, not below `least`, for the field `name`."""
@@ -19,6 +34,8 @@ def integer(name: str, least: int | None = None) -> Callable[[Any], int]:
             number = operator.index(value)
         except TypeError:
             raise ConfigError(f"{name} must be an integer, got {value!r}") from None
+        if abs(number) > LARGEST_INTEGER:
+            raise ConfigError(f"{name} must be an integer of 64 bits, got one of {number.bit_length()} bits")
         if least is not None and number < least:
             raise ConfigError(f"{name} must be {least} or more, got {number}")
         return number
@@ -31,8 +48,8 @@ def byte_count(name: str) -> Callable[[Any], int]:
 
     def convert(value: Any) -> int:
         number = _real_number(value)
-        if number is None or not 0 <= number < math.inf:
-            raise ConfigError(f"{name} must be a number of bytes, 0 or more; got {value!r}")
+        if number is None or not 0 <= number <= LARGEST_INTEGER:
+            raise ConfigError(f"{name} must be a number of bytes, 0 or more; got {_number_text(value, number)}")
         return int(number)
 
     return convert
@@ -63,14 +80,23 @@ def read_bytes(name: str, value: float | str) -> int:
         raise ConfigError(
             f"{name} must be a number of bytes, or a string like '80GB' with one of {units}; got {value!r}{near}"
         )
-    return int(Decimal(match[1]) * _UNITS[match[2]])
+    count = Decimal(match[1]) * _UNITS[match[2]]
+    return byte_count(name)(int(count) if count < 2**64 else math.inf)
 
 
 def _real_number(value: Any) -> int | float | None:
-    """A real number of any type, such as NumPy's, as one of Python's; `None` for anything else."""
+    """A real number of any type, such as NumPy's, as one of Python's, infinite beyond 64 bits; else `None`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
+    if not isinstance(value, numbers.Integral):
+        return float(value)
+    number = int(value)
+    return number if abs(number) <= LARGEST_INTEGER else math.copysign(math.inf, number)
+
+
+def _number_text(value: Any, number: float | None) -> str:
+    """A value as errors show it, if it can be printed."""
+    return "a number beyond 64 bits" if number is not None and abs(number) > LARGEST_INTEGER else repr(value)
 
 
 def size_in_mb(name: str) -> Callable[[Any], float]:
@@ -79,7 +105,7 @@ def size_in_mb(name: str) -> Callable[[Any], float]:
     def convert(value: Any) -> float:
         number = _real_number(value)
         if number is None or not number >= 0:
-            raise ConfigError(f"{name} must be a number of MiB, 0 or more; got {value!r}")
+            raise ConfigError(f"{name} must be a number of MiB, 0 or more; got {_number_text(value, number)}")
         return number
 
     return convert

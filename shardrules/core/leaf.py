@@ -18,6 +18,7 @@ from shardrules.core.spec import (
     canonical,
     entries,
     make_spec,
+    packs,
     shard_bytes,
     spec_code,
     spec_key,
@@ -98,7 +99,7 @@ class Decision:
         """
         if self.spec is None:
             return leaf.nbytes
-        return shard_bytes(leaf.shape, leaf.dtype, self.spec, sizes)
+        return leaf.shard_bytes(self.spec, sizes)
 
 
 @final
@@ -144,7 +145,22 @@ class Leaf:
     @property
     def nbytes(self) -> int:
         """The bytes of the whole array, as XLA would allocate them."""
-        return array_bytes(self.shape, self.dtype)
+        return array_bytes(self.shape, self.dtype, packed=packs(self.mesh, self.dtype))
+
+    def shard_bytes(self, spec: PartitionSpec, sizes: Mapping[str, int] | None = None) -> int:
+        """Returns the bytes that the largest shard takes on one device.
+
+        **Arguments:**
+
+        - `spec`: how the leaf is split.
+        - `sizes`: the size of each mesh axis; by default those of the leaf's mesh.
+
+        **Returns:**
+
+        Bytes, as XLA would allocate them.
+        """
+        sizes = self.sizes if sizes is None else sizes
+        return shard_bytes(self.shape, self.dtype, spec, sizes, packed=packs(self.mesh, self.dtype))
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -184,6 +184,15 @@ class _Outliner:
         self.last = _Group(most_repeats=1, all_ways=1)
 
 
+def compile_pattern(pattern: str | re.Pattern[str], owner: str) -> re.Pattern[str]:
+    """Returns `pattern` compiled; `owner` is the rule or function named in the error."""
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError, TypeError, ValueError) as error:  # also of numbers in it
+        why = "it nests too deeply" if isinstance(error, RecursionError) else error
+        raise PatternError(f"{owner}: pattern {pattern!r:.200} is not a regular expression: {why}") from error
+
+
 Matcher = Callable[[str], object]
 """Takes a path, and returns something true if the pattern matches it."""
 

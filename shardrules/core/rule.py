@@ -755,6 +755,7 @@ class ShardingPlan:
     - `survey`: the structure of the tree.
     - `rule_findings`: the findings that came from rules.
     - `rule`: the rule that made it; `None` for a plan that was read from JSON.
+    - `argument_names`: what the first parts of paths are also called, in a plan of the arguments of a function.
 
     ```python
     plan = sr.DimShardingRule("data", 0).plan({"w": np.ones((8, 4), np.float32)}, sr.mesh_shape("data:4"))
@@ -768,6 +769,7 @@ class ShardingPlan:
     survey: Survey
     rule_findings: tuple[Finding, ...] = ()
     rule: ShardingRule | None = None
+    argument_names: tuple[str, ...] = ()
 
     @property
     def kinds(self) -> tuple[Leaf, ...]:
@@ -803,6 +805,14 @@ class ShardingPlan:
     @functools.cached_property
     def _kind_by_path(self) -> dict[str, int]:
         return dict(zip(self.paths, self.kind_indices, strict=True))
+
+    @property
+    def named_paths(self) -> tuple[str, ...]:
+        """The paths with the names of arguments instead of their indices, in a plan of the arguments of a function."""
+        if not self.argument_names:
+            return self.paths
+        parts = [path.partition("/") for path in self.paths]
+        return tuple([f"{self.argument_names[int(index)]}{slash}{rest}" for index, slash, rest in parts])
 
     @property
     def specs(self) -> Any:
@@ -874,7 +884,8 @@ class ShardingPlan:
 
         **Arguments:**
 
-        - `path`: the path of a leaf, or a regular expression that is searched in all paths.
+        - `path`: the path of a leaf, or a regular expression that is searched in all paths. In a plan of arguments,
+            paths may begin with the name of an argument instead of its index.
 
         **Returns:**
 
@@ -885,7 +896,7 @@ class ShardingPlan:
         `TreeError` when nothing matches.
         """
         sizes, leaves = mesh_sizes(self.mesh), _all_leaves(self.survey)
-        matches = find_kinds(path, self._kind_by_path)
+        matches = find_kinds(path, self._kind_by_path | dict(zip(self.named_paths, self.kind_indices, strict=True)))
         # A plan does not keep the calls of its rules: deciding again records them in `leaves`.
         if self.rule is not None:
             decide(self.rule, leaves)
@@ -1004,6 +1015,7 @@ class ShardingPlan:
             findings=tuple(with_templates(self.rule_findings, self.survey)),
             path_style=self.survey.path_style,
             fingerprint=self.fingerprint,
+            argument_names=self.argument_names,
         )
 
     @staticmethod
@@ -1027,7 +1039,8 @@ class ShardingPlan:
         """
         saved = codec.loads(text)
         decisions = tuple([decision for _, _, decision in saved.groups])
-        plan = ShardingPlan(saved.mesh, decisions, saved.survey(), saved.findings)
+        names = saved.argument_names
+        plan = ShardingPlan(saved.mesh, decisions, saved.survey(), saved.findings, argument_names=names)
         if plan.fingerprint != saved.fingerprint:
             raise PlanError(
                 f"this plan was changed after it was written: its fingerprint is {saved.fingerprint!r}, its content "
@@ -1063,7 +1076,7 @@ class ShardingPlan:
         tree_survey, decisions = bind_decisions(
             tree, tree_survey, self._kind_by_path, self.kinds, self.decisions, dtypes=dtypes
         )
-        return ShardingPlan(self.mesh, decisions, tree_survey, self.rule_findings)
+        return ShardingPlan(self.mesh, decisions, tree_survey, self.rule_findings, argument_names=self.argument_names)
 
     @functools.cached_property
     def _content(self) -> tuple[Any, ...]:

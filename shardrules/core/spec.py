@@ -5,6 +5,7 @@ alike, an entry may be a name or a tuple, and `UNCONSTRAINED` may be among them.
 tuple of axis names for each dimension, and the rest of shardrules reads only these.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
@@ -12,8 +13,9 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
+from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import SpecError
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
@@ -148,23 +150,45 @@ def device_dtype(dtype: Any) -> Any:
     return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(np.dtype(dtype))
 
 
-def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """Returns the bytes that XLA gives an array: sub-byte types are packed, 64-bit ones follow JAX's x64 mode."""
+def packs(mesh: AnyMesh | None, dtype: Any) -> bool:
+    """Whether elements of fewer than 8 bits share bytes on the devices of a mesh; of one without devices they do."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended) or jax.dtypes.itemsize_bits(np.dtype(dtype)) >= 8:
+        return True
+    is_cpu = isinstance(mesh, Mesh) and mesh.devices.size and getattr(mesh.devices.flat[0], "platform", "") == "cpu"
+    return not is_cpu or _cpu_packs()
+
+
+@functools.cache
+def _cpu_packs() -> bool:
+    """Whether this version of JAX packs them on CPUs: 0.12 does, 0.10 gives each a byte."""
+    with jax.ensure_compile_time_eval():
+        array = jax.device_put(np.zeros(8, jnp.int4), jax.local_devices(backend="cpu")[0])
+    return array.on_device_size_in_bytes() < array.size
+
+
+def array_bytes(shape: tuple[int, ...], dtype: Any, *, packed: bool = True) -> int:
+    """Returns the bytes that XLA gives an array; 64-bit types follow JAX's x64 mode.
+
+    Elements of fewer than 8 bits are `packed`, as on TPUs and GPUs, or take a byte each, as JAX 0.10 has them on CPUs.
+    """
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return math.prod(shape) * dtype.itemsize
-    # XLA packs types below a byte, so bytes per element would be wrong for them.
     bits = jax.dtypes.itemsize_bits(device_dtype(dtype))
+    bits = bits if packed else max(bits, 8)
     return -(-math.prod(shape) * bits // 8)  # int4 and the like are packed, so the last byte may be half empty
 
 
-def shard_bytes(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes that the largest shard takes on one device.
+def shard_bytes(
+    shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, sizes: Mapping[str, int], *, packed: bool = True
+) -> int:
+    """Returns the bytes that the largest shard takes on one device; with `packed=False`, elements of fewer than 8
+    bits take a byte each, as JAX 0.10 has them on CPUs.
 
     ```python
     assert sr.specs.shard_bytes((8, 6), jnp.float32, P("data"), {"data": 4}) == 48
     ```
     """
-    return array_bytes(shard_shape(shape, spec, sizes), dtype)
+    return array_bytes(shard_shape(shape, spec, sizes), dtype, packed=packed)
 
 
 def divisible_prefix(entry: Entry, dim_size: int, sizes: Mapping[str, int]) -> Entry:

@@ -366,9 +366,9 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
                 f"{axis_dims!r}: Axis name {name!r} not found in provided names {list(names)}{suggest(name, names)}"
             )
     try:
-        sizes = [int(size) for _, _, size in pairs]
-    except ValueError as error:
-        raise MeshError(f"{axis_dims!r}: a size must be an integer; write it as 'dp:2,tp:4' or '2,4'") from error
+        sizes = integers([int(size) for _, _, size in pairs], "the sizes")
+    except ValueError as error:  # also MeshError, and numbers of more digits than Python reads
+        raise MeshError(f"{axis_dims!r:.200}: a size must be an integer; write it as 'dp:2,tp:4' or '2,4'") from error
     unused = [name for name in names if name not in used]
     if unused:
         raise MeshError(f"Not all axis names were used in {axis_dims!r}: {', '.join(map(repr, unused))} left over")

@@ -9,6 +9,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, AxisType
 
 from shardrules.core.errors import MeshError
+from shardrules.core.fields import LARGEST_INTEGER, whole_number
 
 
 def mesh_shape(text: str) -> AbstractMesh:
@@ -41,26 +42,26 @@ def read_axes(text: str, *, least: int) -> tuple[tuple[str, ...], tuple[int, ...
         raise MeshError(f"a mesh shape must be a string such as 'data:64,model:16', got {text!r}")
     pairs = [pair.strip().rpartition(":") for pair in text.split(",")] if text.strip() else []
     problems = [
-        f"{':'.join(part for part in (name, size) if part)!r} is not name:size with a size of 1 or more"
+        f"{':'.join(part for part in (name, size) if part)!r:.80} is not name:size with a size of 1 or more"
         f"{', or -1 for the remaining devices' if least < 0 else ''}"
         for name, colon, size in pairs
         if not (colon and name.strip() and _is_size(size.strip(), least))
     ]
     # With other separators than commas, all but the last size become a part of the name.
     problems += [
-        f"{name.strip()!r} is not the name of an axis: separate axes with commas"
+        f"{name.strip()!r:.80} is not the name of an axis: separate axes with commas"
         for name, _, _ in pairs
         if re.search(r"[:;=\s]", name.strip())
     ]
     names = tuple(name.strip() for name, _, _ in pairs)
     problems += [f"axis {name!r} occurs twice" for name in dict.fromkeys(names) if names.count(name) > 1]
     if problems:
-        raise MeshError(f"mesh shape {text!r}: {'; '.join(problems)}. Write it as 'data:64,model:16'.")
+        raise MeshError(f"mesh shape {text!r:.200}: {'; '.join(problems)}. Write it as 'data:64,model:16'.")
     return names, tuple(int(size) for _, _, size in pairs)
 
 
 def _is_size(text: str, least: int) -> bool:
-    return text == str(least) or (text.isdecimal() and int(text) > 0)
+    return text == str(least) or bool(whole_number(text))
 
 
 def integers(values: Any, argument: str) -> tuple[int, ...]:
@@ -69,9 +70,12 @@ def integers(values: Any, argument: str) -> tuple[int, ...]:
     if isinstance(values, str | set | frozenset):
         raise MeshError(f"{argument} must be a tuple of integers, got {values!r}")
     try:
-        return tuple(operator.index(value) for value in values)
+        sizes = tuple(operator.index(value) for value in values)
     except TypeError:
         raise MeshError(f"{argument} must be a tuple of integers, got {values!r}") from None
+    if any(abs(size) > LARGEST_INTEGER for size in sizes):
+        raise MeshError(f"{argument} must be integers of 64 bits")
+    return sizes
 
 
 def resolve_sizes(

@@ -14,9 +14,16 @@ from jax.sharding import AxisType
 
 from shardrules.core.axes import mesh_sizes, mesh_text
 from shardrules.core.context import current_mesh
-from shardrules.core.errors import ConfigError
+from shardrules.core.errors import ConfigError, printable
 from shardrules.core.tree import named_leaves
-from shardrules.pipelines.functions import Functions, message_structure, result_problems, shapes_text
+from shardrules.pipelines.functions import (
+    FunctionError,
+    Functions,
+    message_structure,
+    refuse_derivatives,
+    result_problems,
+    shapes_text,
+)
 from shardrules.pipelines.leaves import Arrays, Structure, pack
 from shardrules.pipelines.run import Operands, Pipeline
 from shardrules.pipelines.schedule import PipelineSchedule, ScheduleName
@@ -86,11 +93,15 @@ class PipelineCall:
         """Raises one error with all that is wrong."""
         problems = self._axis_problems() + self._presence_problems()
         dims = self._dim_problems("layers", [("layers", self._stacked)])
+        if dims:
+            dims += self._unequal_layers()
         dims += self._dim_problems("examples", [("x", self.x), ("targets", self.targets)])
         problems += dims or self._split_problems()
-        problems = problems or self._result_problems()
+        problems, closed = (problems, {}) if problems else self._result_problems()
         if problems:
             raise ConfigError(f"pipeline: {'; '.join(problems)}")
+        if self._stages > 1:  # without stages JAX differentiates the functions as they are
+            refuse_derivatives(closed)
 
     def _axis_problems(self) -> list[str]:
         names = self.settings.axis, *self.settings.batch
@@ -154,7 +165,45 @@ class PipelineCall:
             problems.append(f"cut must be {groups} numbers, for {of}, whose sum is {layers} layers, got {settings.cut}")
         return problems
 
-    def _result_problems(self) -> list[str]:
+    def _result_problems(self) -> tuple[list[str], dict[str, Arrays]]:
+        try:
+            return self._traced_problems()
+        except FunctionError as raised:
+            error, name = raised.__cause__, raised.function
+            assert error is not None
+            problems = self._missing(name)
+            if not problems:
+                raise error from None
+            text = f"{name} raised {type(error).__name__}: {printable(str(error)):.200}"
+            raise ConfigError(f"pipeline: {'; '.join([text, *problems])}") from error
+
+    def _missing(self, name: str) -> list[str]:
+        """What a call lacks that a function which raised may need."""
+        if name == "layer":
+            return self._unequal_layers()
+        call = "pipelined(layers, x, targets, first=..., last=...)"
+        missing = [f"{name} gets no parameters, since the call has no {name}="] if getattr(self, name) is None else []
+        if name == "last" and self.targets is None:
+            missing.append("last gets no targets, since the call has none")
+        return [*missing[:-1], f"{missing[-1]}; call it as {call}"] if missing else []
+
+    def _unequal_layers(self) -> list[str]:
+        """Why a list of layers is read as the parameters of stacked layers, and not as a layer each."""
+        if self._stacked is not self.layers or type(self.layers) not in (list, tuple) or not self.layers:
+            return []
+        count = len(self.layers)
+        if any(hasattr(layer, "shape") for layer in self.layers):
+            return [f"layers is a list of {count} arrays, each with the layers first; stack layers with jnp.stack"]
+        texts = [f"{shapes_text(arrays)} in {structure.treedef}" for arrays, structure in map(pack, self.layers)]
+        other = next(index for index, text in enumerate([*texts, ""]) if text != texts[0])
+        if other == count:
+            return []
+        differences = f"layer 0 has {texts[0]:.200}, and layer {other} has {texts[other]:.200}"
+        return [
+            f"layers is a list of {count} that are not equal: {differences}. Compute what differs in first= or last="
+        ]
+
+    def _traced_problems(self) -> tuple[list[str], dict[str, Arrays]]:
         operands = self._operands
         layer = [jax.ShapeDtypeStruct(array.shape[1:], array.dtype) for array in operands.layers]
         rows = [self._row_shapes(arrays) for arrays in (operands.inputs, operands.targets)]

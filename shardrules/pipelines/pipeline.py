@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardrules.core.axes import Axis, axis_tuple
+from shardrules.core.axes import Axis, as_axis, axis_tuple
 from shardrules.core.errors import ConfigError, ConfigTypeError
 from shardrules.pipelines.arguments import PipelineCall, Settings
 from shardrules.pipelines.schedule import ScheduleName, schedule_problems
@@ -32,8 +32,8 @@ def pipeline(
 
     **Arguments:**
 
-    - `layer`: a function `layer(params, x) -> x` of the parameters of a layer. It closes over no array that has a
-        gradient.
+    - `layer`: a function `layer(params, x) -> x` of the parameters of a layer. It may close over arrays, but not over
+        those that a gradient is taken of.
     - `axis`: the mesh axis of the stages.
     - `microbatches`: how many parts a batch is split into. Microbatch `i` has every so many examples, from `i` on.
     - `schedule`: `"gpipe"` computes all microbatches forward, then all backward; `"1f1b"` computes each backward as
@@ -58,7 +58,8 @@ def pipeline(
 
     **Raises:**
 
-    `ConfigError`, which lists everything that is wrong.
+    `ConfigError`, which lists everything that is wrong; also where a gradient is taken of an array that a function
+    closes over, and where a function raises for want of targets, of parameters or of equal layers.
 
     ```python
     def layer(params, x):
@@ -78,10 +79,10 @@ def pipeline(
     if not isinstance(axis, str):
         raise ConfigTypeError(f"pipeline: axis must be the name of a mesh axis, got {axis!r:.60}")
     problems = schedule_problems(schedule, 2, microbatches, chunks)
-    names = () if batch is None else axis_tuple(batch)
+    names = () if batch is None else axis_tuple(as_axis(batch))
     if axis in names or len(dict.fromkeys(names)) < len(names):
         problems.append(f"axis {axis!r} and batch {batch!r} must be different mesh axes")
-    if cut is not None and not all(isinstance(count, int) and count >= 0 for count in cut):
+    if cut is not None and not (isinstance(cut, Sequence) and all(isinstance(n, int) and n >= 0 for n in cut)):
         problems.append(f"cut must be numbers of layers, got {cut!r:.60}")
     if problems:
         raise ConfigError(f"pipeline: {'; '.join(problems)}")

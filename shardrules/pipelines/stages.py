@@ -144,7 +144,8 @@ class Stages:
             out_specs=StageResults(value, everywhere, gradients),  # pyright: ignore[reportArgumentType]
             check_vma=False,
         )
-        return mapped(jnp.arange(pipeline.stages, dtype=jnp.int32), operands, kept)
+        # Over some axes of a mesh, JAX maps inside of jit only.
+        return jax.jit(mapped)(jnp.arange(pipeline.stages, dtype=jnp.int32), operands, kept)
 
     def _row_spec(self, axis: str | None) -> PartitionSpec:
         """The spec of arrays [microbatches, examples, ...]."""

@@ -14,6 +14,8 @@ import attrs
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_text
 from shardrules.core.errors import (
+    ConfigError,
+    ConfigTypeError,
     DoesNotFitError,
     MeshError,
     PlanError,
@@ -44,6 +46,9 @@ from shardrules.planning.run.replay import NEAR_RATIO
 from shardrules.planning.solve.deadline import Deadline
 from shardrules.planning.solve.search import SearchResult
 
+MESH_AXES = ("data", "model")
+"""The axes of the meshes that are tried for a device count."""
+
 
 def autoplan(
     fn: Callable[..., Any],
@@ -51,7 +56,7 @@ def autoplan(
     mesh: AnyMesh | int,
     memory_limit: int | str | None = None,
     pins: ShardingRule | None = None,
-    hardware: Hardware | None = None,
+    hardware: Hardware | str | None = None,
     assumptions: Assumptions | None = None,
     time_limit: float = 60,
     prove: bool = False,
@@ -69,8 +74,10 @@ def autoplan(
     - `mesh`: a mesh, with devices or without; or a device count, for which several meshes are tried.
     - `memory_limit`: the most memory that a device may use, in bytes or as a string (`"60GiB"`): arguments,
         results and everything in between. By default the device's memory less a tenth.
-    - `pins`: a rule for the tuple of arguments. Where it has an opinion, the plan follows it.
-    - `hardware`: what the devices reach; by default the sheet of the mesh's devices, or of H100s if it has none.
+    - `pins`: a rule for the tuple of arguments. Where it has an opinion, the plan follows it. Paths begin with the
+        name of an argument, as the plan prints them, or with its index: `w/up` or `0/up`.
+    - `hardware`: what the devices reach, a sheet or the name of one (`"cuda:h100"`); by default that of the mesh's
+        devices, or of H100s if it has none.
     - `assumptions`: which part of that functions reach; by default `Assumptions()`.
     - `time_limit`: the seconds that planning may take, over all meshes and pins. If it is reached, the best plan so
         far is returned, with its gap and a finding. Plans do not depend on it otherwise. Tracing the function and
@@ -88,10 +95,11 @@ def autoplan(
 
     `DoesNotFitError` if no plan can fit, with the bound that proves it; `PlanError` if pins do not divide;
     `RuleTypeError` if `pins` is not a rule; `MeshError` if `mesh` is neither a mesh nor a device count; `ConfigError`
-    if `time_limit` is not above 0; with `prove`, `MissingCompilerError` if the compiler is not installed and
-    `ConfigError` if it is not known for which devices to compile; and whatever `fn` raises when it is traced. Where no
-    plan fits by the model, the one with the least memory is returned, or a faster one with up to 1 % more, with the
-    finding `may-not-fit`; where one fits by less than a tenth, it has the finding `near-the-limit`.
+    if `time_limit` is not above 0, or `prove` neither true nor false; `HardwareError` for an unknown sheet;
+    `ConfigTypeError` for other arguments of a wrong type; with `prove`, `MissingCompilerError` if the compiler is not
+    installed and `ConfigError` if it is not known for which devices to compile; and whatever `fn` raises when it is
+    traced. Where no plan fits by the model, the one with the least memory is returned, or a faster one with up to 1 %
+    more, with the finding `may-not-fit`; where one fits by less than a tenth, it has the finding `near-the-limit`.
 
     ```python
     def loss(w, x):
@@ -104,8 +112,15 @@ def autoplan(
     ```
     """
     check_time_limit(time_limit)
+    if not isinstance(prove, bool):
+        raise ConfigError(f"prove must be True or False, got {prove!r:.60}")
+    if not callable(fn):
+        raise ConfigTypeError(f"fn must be a function, got {fn!r:.60}")
+    if assumptions is not None and not isinstance(assumptions, Assumptions):
+        raise ConfigTypeError(f"assumptions must be Assumptions, got {assumptions!r:.60}")
     deadline = Deadline.after(time_limit)
-    options = QueryOptions(memory_limit, pins, hardware, assumptions, time_limit, prove)
+    sheet = None if hardware is None else Hardware.of(hardware)
+    options = QueryOptions(memory_limit, pins, sheet, assumptions, time_limit, prove)
     if isinstance(mesh, int):
         return _best_mesh(fn, args, mesh, options, deadline)
     check_mesh(mesh)
@@ -120,7 +135,7 @@ def _best_mesh(
     fn: Callable[..., Any], args: tuple[Any, ...], count: int, options: QueryOptions, deadline: Deadline
 ) -> AutoPlan:
     """Searches on meshes of some devices, which divide the time, and returns the plan of the best."""
-    if count < 1:
+    if isinstance(count, bool) or count < 1:
         raise MeshError(f"mesh must be a mesh or a device count of at least 1, got {count}")
     texts = _mesh_texts(count)
     outcomes: list[tuple[Query, AutoPlan]] = []
@@ -161,9 +176,10 @@ def _rank(outcome: tuple[Query, AutoPlan]) -> tuple[bool, float, str]:
 
 def _mesh_texts(count: int) -> list[str]:
     """Returns meshes of one and two axes, the larger axis first and last."""
-    texts = [f"data:{count}"]
-    texts += [f"data:{count // size},model:{size}" for size in range(2, count) if count % size == 0]
-    return texts
+    data, model = MESH_AXES
+    return [f"{data}:{count}"] + [
+        f"{data}:{count // size},{model}:{size}" for size in range(2, count) if count % size == 0
+    ]
 
 
 def answer_query(query: Query, result: SearchResult, deadline: Deadline) -> AutoPlan:

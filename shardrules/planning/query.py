@@ -1,5 +1,7 @@
 """What `autoplan` searches: a function on one mesh, with a limit of memory and pins."""
 
+import collections
+import numbers
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -8,13 +10,14 @@ import attrs
 import jax.tree_util as jtu
 from jax.sharding import Mesh, PartitionSpec
 
+from shardrules.analysis.compiling.arguments import argument_names
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.axes import AnyMesh, mesh_sizes
 from shardrules.core.callables import name_of
 from shardrules.core.errors import ConfigError, DoesNotFitError, RuleTypeError
 from shardrules.core.fields import read_bytes
 from shardrules.core.finding import Finding, plan_error
-from shardrules.core.rule import ShardingRule
+from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.core.spec import spec_repr
 from shardrules.core.tree import array_kind
 from shardrules.planning.answer.findings import does_not_fit_text
@@ -113,11 +116,11 @@ def read_query(
 ) -> Query:
     """Traces a function and builds the choices of its layouts on a mesh. `on_host` is as `read_call` takes it."""
     start = time.monotonic()
+    pinned = _pinned_specs(fn, args, options.pins, mesh)  # first: what is wrong with pins needs no trace
     call = read_call(fn, args, mesh, name_of(fn), on_host)
     machine = Machine.of(mesh, options.hardware, options.assumptions)
     program = read_jaxpr(call.jaxpr)
     limit_bytes = memory_limit(options.memory_limit, machine.hardware)
-    pinned = _pinned_specs(args, options.pins, mesh)
     task = Task.of(program, machine, call.paths, call.feedback, pinned)
     target_mesh = device_mesh(mesh, machine.hardware) if options.prove else None
     read_seconds = time.monotonic() - start
@@ -131,18 +134,44 @@ def memory_limit(requested: int | str | None, hardware: Hardware) -> int:
 
 def check_time_limit(seconds: float) -> None:
     """Raises `ConfigError` if a search cannot have this time limit."""
-    if not seconds > 0:  # NaN, too
-        raise ConfigError(f"time_limit must be a number of seconds above 0, got {seconds}")
+    if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real) or not seconds > 0:  # NaN, too
+        raise ConfigError(f"time_limit must be a number of seconds above 0, got {seconds!r:.60}")
 
 
-def _pinned_specs(args: tuple[Any, ...], pins: ShardingRule | None, mesh: AnyMesh) -> dict[int, PartitionSpec]:
-    if pins is None:
-        return {}
-    if not isinstance(pins, ShardingRule):
+def check_rule(pins: Any) -> None:
+    """Raises `RuleTypeError` if pins are not a rule."""
+    if pins is not None and not isinstance(pins, ShardingRule):
         raise RuleTypeError(
             f"pins must be a rule, got {pins!r:.80}. SpecTreeShardingRule makes one from a tree of specs"
         )
+
+
+_DEAD_CODES = ("dead-pattern", "dead-pin")
+"""The codes of findings about what matches no array."""
+
+
+def pins_plan(fn: Callable[..., Any], pins: ShardingRule, args: tuple[Any, ...], mesh: AnyMesh) -> ShardingPlan:
+    """Returns the plan of arguments by pins, whose paths begin with the names or with the indices of arguments."""
+    named = collections.OrderedDict(zip(argument_names(fn, len(args)), args, strict=True))
     plan = pins.plan(args, mesh)
+    dead_count = _dead_count(plan)
+    if not dead_count:
+        return plan
+    named_plan = pins.plan(named, mesh)
+    return named_plan if _dead_count(named_plan) < dead_count else plan
+
+
+def _dead_count(plan: ShardingPlan) -> int:
+    return sum(finding.code in _DEAD_CODES for finding in plan.findings)
+
+
+def _pinned_specs(
+    fn: Callable[..., Any], args: tuple[Any, ...], pins: ShardingRule | None, mesh: AnyMesh
+) -> dict[int, PartitionSpec]:
+    if pins is None:
+        return {}
+    check_rule(pins)
+    plan = pins_plan(fn, pins, args, mesh)
     plan.check()
     order = list(mesh_sizes(mesh))
     # Layouts have one order of the axes on a dim, the mesh's; plans with another could not be compared.
@@ -167,7 +196,7 @@ def _pinned_specs(args: tuple[Any, ...], pins: ShardingRule | None, mesh: AnyMes
     # Rules without patterns, such as those for large arrays alone, may have no opinion on a mesh.
     if plan.paths and not pinned and any(finding.code == "dead-pattern" for finding in plan.findings):
         raise ConfigError(
-            f"pins match no array: paths begin with the index of the argument, as {plan.paths[0]!r}. Write patterns "
-            "for these, or leave pins out"
+            f"pins match no array: paths begin with the name or the index of an argument, as "
+            f"{argument_names(fn, len(args))[0]!r} or {plan.paths[0]!r}. Write patterns for these, or leave pins out"
         )
     return pinned

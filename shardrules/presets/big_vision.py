@@ -11,15 +11,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh, Axis
 from shardrules.core.errors import ConfigError, NoMeshError, TreeError
-from shardrules.core.patterns import guarded
+from shardrules.core.patterns import compile_pattern, guarded
 from shardrules.core.rule import ShardingRule
 from shardrules.core.spec import pad
 from shardrules.core.tree import leaf_paths
 from shardrules.rules.fsdp import FSDPShardingRule
 from shardrules.rules.logical.rule import LogicalShardingRule
-from shardrules.rules.pattern import check_beginning, compile_pattern
+from shardrules.rules.pattern import check_beginning
 from shardrules.rules.regex import RegexShardingRule
-from shardrules.rules.text import DEFAULT_OPS, Ops, parse_call, parse_rule, register_op
+from shardrules.rules.text import DEFAULT_OPS, Ops, parse_call, parse_expression, parse_rule, register_op
 
 __all__ = [
     "BIG_VISION_OPS",
@@ -175,17 +175,16 @@ def parse_name(string_to_parse: str) -> tuple[str, list[Any], dict[str, Any]]:
     assert big_vision.parse_name("resnet50(9, width=4)") == ("resnet50", [9], {"width": 4})
     ```
     """
-    try:
-        node = ast.parse(string_to_parse.strip(), mode="eval").body
-    except SyntaxError as error:
-        raise ConfigError(f"{string_to_parse!r} is not a name with literal arguments") from error
-    name = node.func if isinstance(node, ast.Call) else node
-    dotted = ast.unparse(name)
-    if not isinstance(name, ast.Attribute) or not all(part.isidentifier() for part in dotted.split(".")):
+    node = parse_expression(string_to_parse)
+    name, parts = node.func if isinstance(node, ast.Call) else node, []
+    while isinstance(name, ast.Attribute):
+        parts.append(name.attr)
+        name = name.value
+    if not parts or not isinstance(name, ast.Name):
         return parse_call(node, string_to_parse)
     # `parse_call` does not take dotted names, so it reads the arguments under a placeholder.
     placeholder = ast.Name("name")
     _, args, kwargs = parse_call(
         ast.Call(placeholder, node.args, node.keywords) if isinstance(node, ast.Call) else placeholder, string_to_parse
     )
-    return dotted, args, kwargs
+    return ".".join([name.id, *reversed(parts)]), args, kwargs

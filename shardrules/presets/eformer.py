@@ -22,7 +22,7 @@ from shardrules.core.errors import (
     printable,
     suggest,
 )
-from shardrules.core.patterns import guarded
+from shardrules.core.patterns import compile_pattern, guarded
 from shardrules.core.spec import checked_spec, make_spec, trim
 from shardrules.core.tree import array_kind, survey, widest
 from shardrules.core.views.spec_trees import get_shardings_with_structure
@@ -75,7 +75,7 @@ from shardrules.rules.logical.axes import (
 )
 from shardrules.rules.logical.partition_axis import PartitionAxis, RegisteredAxis
 from shardrules.rules.logical.partition_manager import PartitionManager
-from shardrules.rules.pattern import compile_pattern, reads_index
+from shardrules.rules.pattern import reads_index
 
 __all__ = [
     "BATCH",

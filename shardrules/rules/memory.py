@@ -16,7 +16,7 @@ from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
 from shardrules.core.rule import LeavesShardingRule, from_fields
-from shardrules.core.spec import Entries, axis_names, make_spec, pad, shard_bytes
+from shardrules.core.spec import Entries, axis_names, make_spec, pad
 from shardrules.rules.auto import as_axes
 from shardrules.rules.budget import LeafGroup, Option, choose, smallest_budget
 
@@ -83,7 +83,7 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
         limit = self.max_memory_per_device
         old_entries = leaf.entries[: leaf.ndim]
         entries = list(old_entries)
-        device_bytes = shard_bytes(leaf.shape, leaf.dtype, make_spec(old_entries), leaf.sizes)
+        device_bytes = leaf.shard_bytes(make_spec(old_entries))
         if device_bytes <= limit:
             fits = f"fits {bytes_text(limit)}"
             return leaf.replicate(fits) if leaf.spec is None else Decision(leaf.spec, fits)
@@ -96,7 +96,7 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
             if dim is None or any(name in split_axes for name in axis_tuple(axis)):
                 continue
             entries[dim] = axis_tuple(axis)
-            device_bytes = shard_bytes(leaf.shape, leaf.dtype, make_spec(tuple(entries)), leaf.sizes)
+            device_bytes = leaf.shard_bytes(make_spec(tuple(entries)))
             if device_bytes <= limit:
                 break
         reason = f"{bytes_text(device_bytes)} per device for a limit of {bytes_text(limit)}"
@@ -120,9 +120,8 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
         )
 
     def _fit_tree(self, leaves: Leaves) -> tuple[Decision, ...]:
-        sizes = leaves.items[0].sizes
         settled_bytes = sum(
-            count * (leaf.nbytes if leaf.spec is None else shard_bytes(leaf.shape, leaf.dtype, leaf.spec, sizes))
+            count * (leaf.nbytes if leaf.spec is None else leaf.shard_bytes(leaf.spec))
             for leaf, count in leaves.settled
         )
         # Finding the choices of a leaf is slow, and a model has few different leaves. Leaves with equal choices are one
@@ -179,7 +178,7 @@ def _choices(leaf: Leaf, axes: Sequence[Axis]) -> Iterator[_Choice]:
     """For each possible number of parts the simplest assignment: fewest axes, largest axes on largest dimensions."""
     old_entries = leaf.entries[: leaf.ndim]
     dims = sorted(leaf.free_dims(), key=lambda dim: -leaf.shape[dim])
-    unsplit_bytes = shard_bytes(leaf.shape, leaf.dtype, make_spec(old_entries), leaf.sizes)
+    unsplit_bytes = leaf.shard_bytes(make_spec(old_entries))
     yield _Choice(old_entries, Option(unsplit_bytes, 0), split=False)
     simplest: dict[int, tuple[tuple[int, int], Entries]] = {}
     axis_order = list(leaf.sizes)
@@ -203,6 +202,6 @@ def _choices(leaf: Leaf, axes: Sequence[Axis]) -> Iterator[_Choice]:
             simplest[part_count] = (simplicity, tuple(entries))
     for part_count in sorted(simplest):
         entries = simplest[part_count][1]
-        device_bytes = shard_bytes(leaf.shape, leaf.dtype, make_spec(entries), leaf.sizes)
+        device_bytes = leaf.shard_bytes(make_spec(entries))
         if device_bytes < unsplit_bytes:
             yield _Choice(entries, Option(device_bytes, unsplit_bytes - device_bytes), split=True)

@@ -46,14 +46,6 @@ _WIDTH = re.compile(
 )
 
 
-def compile_pattern(pattern: str | re.Pattern[str], owner: str) -> re.Pattern[str]:
-    """Returns `pattern` compiled; `owner` is the rule or function named in the error."""
-    try:
-        return re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise PatternError(f"{owner}: pattern {pattern!r} is not a regular expression: {error}") from error
-
-
 def check_beginning(pattern: str, owner: str) -> None:
     """Refuses a pattern that starts with a slash but must match from the beginning, since no path starts with one."""
     if pattern.startswith("/"):

@@ -14,11 +14,11 @@ from shardrules.core.fields import integer, one_of
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
-from shardrules.core.patterns import Matcher, PatternOutline, guarded, outline
+from shardrules.core.patterns import Matcher, PatternOutline, compile_pattern, guarded, outline
 from shardrules.core.rule import LeavesShardingRule, ShardingRule, decide, from_fields, inner_values
 from shardrules.core.spec import checked_spec, spec_code, spec_key
 from shardrules.core.tree import ReadsIndex, widest
-from shardrules.rules.pattern import Match, check_beginning, compile_pattern, reads_index
+from shardrules.rules.pattern import Match, check_beginning, reads_index
 from shardrules.rules.pattern_index import MIN_PATTERNS, PatternIndex
 from shardrules.rules.text import parse_rule
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from shardrules.core.errors import ConfigError, UnknownOpError, suggest
+from shardrules.core.fields import LARGEST_INTEGER
 from shardrules.core.rule import ShardingRule
 from shardrules.rules.auto import AutoShardingRule
 from shardrules.rules.dim import DimShardingRule
@@ -112,7 +113,7 @@ def parse_rule(text: str, ops: Ops = DEFAULT_OPS) -> ShardingRule:
     ```
     """
     return functools.reduce(
-        operator.or_, [_make_rule(call, text, ops) for call in _chained_calls(_parse_expression(text))]
+        operator.or_, [_make_rule(call, text, ops) for call in _chained_calls(parse_expression(text))]
     )
 
 
@@ -123,9 +124,14 @@ _EXPECTED_FORM = "write op|op(args), for instance \"shard_dim('model', -1)|fsdp(
 
 def _chained_calls(node: ast.expr) -> list[ast.expr]:
     # Parentheses are gone in the syntax tree, so `a|(b|c)` is the same chain as `a|b|c`.
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return [*_chained_calls(node.left), *_chained_calls(node.right)]
-    return [node]
+    pending, calls = [node], []
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            pending += [node.right, node.left]
+        else:
+            calls.append(node)
+    return calls
 
 
 def parse_call(node: ast.expr, text: str) -> tuple[str, list[Any], dict[str, Any]]:
@@ -133,46 +139,60 @@ def parse_call(node: ast.expr, text: str) -> tuple[str, list[Any], dict[str, Any
     if isinstance(node, ast.Name):
         return node.id, [], {}
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        raise ConfigError(f"invalid rule text {text!r}: {ast.unparse(node)!r} is not an op; {_EXPECTED_FORM}")
+        part = ast.get_source_segment(text.strip(), node)
+        raise ConfigError(f"invalid rule text {text!r:.200}: {part!r:.80} is not an op; {_EXPECTED_FORM}")
     try:
         args = [ast.literal_eval(arg) for arg in node.args]
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg}
-    except (ValueError, TypeError) as error:  # {[]: 1} is a TypeError: a list cannot be a key
+    # {[]: 1} is a TypeError: a list cannot be a key.
+    except (ValueError, TypeError, MemoryError, RecursionError) as error:
         raise ConfigError(
-            f"rule text {text!r}: the arguments of {node.func.id} must be literals (strings, numbers, tuples ...)"
+            f"rule text {text!r:.200}: the arguments of {node.func.id} must be literals (strings, numbers, tuples ...)"
         ) from error
     # `**mapping` is a keyword without a name.
     if len(named) < len(node.keywords):
-        raise ConfigError(f"rule text {text!r}: the arguments of {node.func.id} must be literals, not **mappings")
+        raise ConfigError(f"rule text {text!r:.200}: the arguments of {node.func.id} must be literals, not **mappings")
     return node.func.id, args, named
 
 
 def parse_op(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     """Returns the name, the positional and the named arguments of one op, such as `"adamw(b1=0.9)"`."""
-    return parse_call(_parse_expression(text), text)
+    return parse_call(parse_expression(text), text)
 
 
-def _parse_expression(text: str) -> ast.expr:
+def parse_expression(text: str) -> ast.expr:
+    if not isinstance(text, str):
+        raise ConfigError(f"a rule text must be a string, got {text!r:.60}; {_EXPECTED_FORM}")
     try:
-        return ast.parse(text.strip(), mode="eval").body
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (MemoryError, RecursionError) as error:  # Python's parser and the making of its tree have limits
+        raise ConfigError(f"invalid rule text {text!r:.60}: it nests too deeply; {_EXPECTED_FORM}") from error
     except (SyntaxError, ValueError) as error:
         column = f" at column {error.offset}" if isinstance(error, SyntaxError) and error.offset else ""
         # Python is right about parentheses and strings that are not closed, and vague about all else.
         closing = f"{error.msg}; " if isinstance(error, SyntaxError) and _UNCLOSED.search(error.msg) else ""
-        raise ConfigError(f"invalid rule text {text!r}{column}: {closing}{_EXPECTED_FORM}") from error
+        raise ConfigError(f"invalid rule text {text!r:.200}{column}: {closing}{_EXPECTED_FORM}") from error
+    # Python reads hexadecimal integers of any length, and does not print those of 4,300 digits.
+    if any(isinstance(node, ast.Constant) and _is_too_large(node.value) for node in ast.walk(tree)):
+        raise ConfigError(f"invalid rule text {text!r:.200}: an integer does not fit in 64 bits")
+    return tree
+
+
+def _is_too_large(value: object) -> bool:
+    return isinstance(value, int) and value > LARGEST_INTEGER
 
 
 def _make_rule(node: ast.expr, text: str, ops: Ops) -> ShardingRule:
     name, args, named = parse_call(node, text)
     if name not in ops:
         raise UnknownOpError(
-            f"rule text {text!r}: unknown op {name!r}{suggest(name, ops)} (no 'shardings.{name}' among the known "
-            f"ops: {', '.join(sorted(ops))})"
+            f"rule text {text!r:.200}: unknown op {name!r}{suggest(name, ops)} (no 'shardings.{name}' among the "
+            f"known ops: {', '.join(sorted(ops))})"
         )
     # Only a TypeError is about the call; a rule that refuses a value says so itself, with the name of its field.
     try:
         return ops[name](*args, **named)
     except TypeError as error:
         raise ConfigError(
-            f"rule text {text!r}: invalid call of {name}{inspect.signature(ops[name])}: {error}"
+            f"rule text {text!r:.200}: invalid call of {name}{inspect.signature(ops[name])}: {error}"
         ) from error

@@ -29,6 +29,9 @@ Shape: TypeAlias = tuple[int, ...]
 _NAMES = ("replica", "data", "model", "minor")
 """The names of four axes; a mesh of two has `data` and `model`."""
 
+AXES = (STAGE_AXIS, *_NAMES)
+"""The axes that the meshes of a cluster may have."""
+
 _MODEL_SIZES = (2, 4, 8)
 """The sizes of an innermost axis that are tried from the beginning, where they divide a host or a slice. Neighbours of
 good meshes are tried later, so that 16 is reached from 8."""
@@ -60,8 +63,9 @@ class Cluster:
     """Whether it is unknown what the devices are, so that the sheet is a guess."""
 
     @classmethod
-    def of(cls, cluster: Any, hardware: Hardware | None = None) -> "Cluster":
+    def of(cls, cluster: Any, hardware: Hardware | str | None = None) -> "Cluster":
         """Reads a cluster: `"cuda:h100:64"`, a `Target`, a mesh, or devices. `hardware` replaces its sheet."""
+        hardware = None if hardware is None else Hardware.of(hardware)
         if isinstance(cluster, Mesh | AbstractMesh):
             size = math.prod(cluster.shape.values())
             sheet = hardware or hardware_of(cluster)
@@ -85,6 +89,11 @@ class Cluster:
         name = f"{len(devices)} {devices[0].device_kind} devices"
         sheet, is_assumed = hardware or hardware_of(one_axis), hardware is None and not has_sheet(one_axis)
         return cls(name, len(devices), granule, sheet, devices=devices, is_assumed=is_assumed)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The axes that its meshes may have."""
+        return AXES if self.mesh is None else self.mesh.axis_names
 
     def shapes(self) -> tuple[Shape, ...]:
         """Returns the meshes to begin with: all devices on one axis, a small axis inside hosts, an axis for hosts."""

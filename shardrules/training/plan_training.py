@@ -10,14 +10,15 @@ import jax.numpy as jnp
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.callables import name_of
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, PlanError, printable
+from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, PlanError, printable, suggest
 from shardrules.core.fields import read_bytes
 from shardrules.core.rule import ShardingRule
 from shardrules.core.tree import array_kind
 from shardrules.planning.graph.machine import Assumptions
-from shardrules.planning.query import QueryOptions, check_time_limit
+from shardrules.planning.query import QueryOptions, check_rule, check_time_limit
 from shardrules.planning.run.call import struct
 from shardrules.planning.solve.deadline import Deadline
+from shardrules.rules.named_axes import named_axes
 from shardrules.training.answer.make import proved_plan, training_plan
 from shardrules.training.answer.plan import TrainingPlan
 from shardrules.training.cluster import Cluster
@@ -45,7 +46,7 @@ def plan_training(
     stages: int | None = None,
     accumulate_dtype: Any = None,
     replace_checkpoints: bool = False,
-    hardware: Hardware | None = None,
+    hardware: Hardware | str | None = None,
     time_limit: float = 600,
     prove: int = 0,
     progress: Callable[[str], None] | None = None,
@@ -77,6 +78,7 @@ def plan_training(
         the same way; by default as much as the device has itself. With 0 everything stays on devices. CPU devices have
         no other memory.
     - `pins`: a rule for the tuple of model, optimizer state and batch. Where it has an opinion, the plan follows it.
+        Paths begin with `model`, `state` or `batch`, as the plan prints them, or with an index: `model/up` or `0/up`.
     - `microbatches`: how many microbatches to use; by default as many as are best.
     - `stages`: into how many stages to split the layers, each on its own devices, of which microbatches go from one to
         the next; by default as many as are best, and with 1 none. The layers have to be one `jax.lax.scan` over stacked
@@ -85,7 +87,7 @@ def plan_training(
         fewer bits, and devices exchange their sums as the plain step does, in the dtype of the parameters. Complex
         gradients add up in complex numbers of it.
     - `replace_checkpoints`: whether `jax.checkpoint` in the loss may be replaced; by default it is kept as written.
-    - `hardware`: what the devices reach; by default the sheet of the cluster.
+    - `hardware`: what the devices reach, a sheet or the name of one (`"cuda:h100"`); by default that of the cluster.
     - `time_limit`: the seconds that planning may take. If it is reached, the best plan so far is returned, with a
         finding.
     - `prove`: how many plans to compile, which takes up to minutes each, so that the compiler decides what fits. The
@@ -132,6 +134,7 @@ def plan_training(
     devices = Cluster.of(cluster, hardware)
     if host_memory is not None and read_bytes("host_memory", host_memory) and devices.hardware.is_cpu:
         raise ConfigError(f"host_memory is {host_memory!r}, but CPU devices have no memory of a host besides their own")
+    _check_pins(pins, devices)
     model, batch = _shapes(model), _shapes(batch)
     recipe = Recipe(keep=Keep(replaces_checkpoints=replace_checkpoints), accumulate_dtype=accumulate_dtype)
     step = TrainingStep(loss, optimizer, has_aux, trainable, recipe, example_dims)
@@ -145,6 +148,17 @@ def plan_training(
     search_plans(search)
     _check_outcomes(search, name_of(loss))
     return training_plan(search) if not prove else proved_plan(search, prove)
+
+
+def _check_pins(pins: Any, cluster: Cluster) -> None:
+    """Refuses axes that no mesh of the cluster has, before anything is traced."""
+    check_rule(pins)
+    unknown = [] if pins is None else [name for name in named_axes(pins) if name not in cluster.axis_names]
+    if unknown:
+        near = suggest(unknown[0], cluster.axis_names)
+        raise PlanError(
+            f"pins: unknown axis {unknown[0]!r}{near}; meshes of {cluster.name} have {', '.join(cluster.axis_names)}"
+        )
 
 
 def _check_dtype(dtype: Any) -> None:

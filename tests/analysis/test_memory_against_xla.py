@@ -90,20 +90,61 @@ def compiled_bytes(mesh: Mesh, tree: Any, specs: Any) -> int:
     return analysis.argument_size_in_bytes
 
 
+def device_bytes(mesh: Mesh, tree: Any, specs: Any) -> int:
+    """What arrays that are placed take on the fullest device."""
+    held: dict[int, int] = {}
+    for x, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True):
+        dtype = jax.typeof(x).dtype
+        is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        sharding = NamedSharding(mesh, spec)
+        array = jax.random.key_data(jax.random.split(jax.random.key(0, impl=dtype._impl.name), 1)) if is_key else None
+        placed = jax.device_put(np.zeros(x.shape, dtype), sharding) if array is None else None
+        for shard in [] if placed is None else placed.addressable_shards:
+            held[shard.device.id] = held.get(shard.device.id, 0) + shard.data.on_device_size_in_bytes()
+        if array is not None:
+            shard = math.prod(sharding.shard_shape(x.shape)) * array.nbytes
+            held |= {device.id: held.get(device.id, 0) + shard for device in mesh.devices.flat}
+    return max(held.values(), default=0)
+
+
 @pytest.mark.sample(16)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_an_estimate_is_what_xla_allocates(seed: int) -> None:
     axes, tree, specs = random_tree(seed)
     mesh = make_mesh(axes)
     usage = sr.ShardingAnalyzer(mesh).estimate_memory_usage(tree, specs)
-    assert usage["size_per_device"] == compiled_bytes(mesh, tree, specs)
-    assert usage["size_per_device"] == usage["sharded_size"] + usage["replicated_size"]
-    # The same from the shape of the mesh alone, and through a plan.
+    assert usage["size_per_device"] == device_bytes(mesh, tree, specs)
+    # Without devices it is what compilers say, which pack elements of fewer than 8 bits for TPUs and GPUs.
     abstract = sr.mesh_shape(",".join(f"{name}:{size}" for name, size in axes))
-    assert sr.ShardingAnalyzer(abstract).estimate_memory_usage(tree, specs) == usage
-    plan = sr.SpecTreeShardingRule(specs).plan(tree, abstract).check()
-    assert plan.memory().device_bytes == usage["size_per_device"]
-    assert plan.memory().total_bytes == usage["total_size"]
+    packed = sr.ShardingAnalyzer(abstract).estimate_memory_usage(tree, specs)
+    assert packed["size_per_device"] == compiled_bytes(mesh, tree, specs)
+    for each, expected in ((mesh, usage), (abstract, packed)):
+        assert expected["size_per_device"] == expected["sharded_size"] + expected["replicated_size"]
+        plan = sr.SpecTreeShardingRule(specs).plan(tree, each).check()
+        assert plan.memory().device_bytes == expected["size_per_device"]
+        assert plan.memory().total_bytes == expected["total_size"]
+
+
+@pytest.mark.parametrize("dtype", ["int2", "uint2", "int4", "uint4", "float4_e2m1fn"])
+def test_elements_below_a_byte_take_on_cpus_what_arrays_take(dtype: str) -> None:
+    mesh, x = make_mesh(MESHES[0]), np.zeros((64, 3), jnp.dtype(dtype))
+    placed = jax.device_put(x, NamedSharding(mesh, P("data")))
+    usage = sr.ShardingAnalyzer(mesh).estimate_memory_usage({"x": x}, {"x": P("data")})
+    shard_bytes = placed.addressable_shards[0].data.on_device_size_in_bytes()
+    assert usage["size_per_device"] == shard_bytes
+    assert usage["total_size"] == 8 * shard_bytes == sr.Leaf("x", x.shape, x.dtype, mesh).nbytes
+    assert sr.DimShardingRule("data", 0).plan({"x": x}, mesh).memory().device_bytes == shard_bytes
+    if jax.__version_info__ < (0, 11):
+        assert shard_bytes == 8 * 3
+
+
+@pytest.mark.parametrize("target", ["tpu:v5e:2x4", "cuda:h100:8"])
+@pytest.mark.parametrize(("dtype", "bits"), [("int2", 2), ("int4", 4), ("float4_e2m1fn", 4)])
+def test_elements_below_a_byte_are_packed_on_tpus_and_gpus(target: str, dtype: str, bits: int) -> None:
+    mesh = sr.Target.parse(target).mesh(sr.mesh_shape("data:8"))
+    tree, specs = {"x": jax.ShapeDtypeStruct((1024, 1024), jnp.dtype(dtype))}, {"x": P("data")}
+    usage = sr.ShardingAnalyzer(mesh).estimate_memory_usage(tree, specs)
+    assert usage["size_per_device"] == compiled_bytes(mesh, tree, specs) == 1024 * 1024 * bits // 8 // 8
 
 
 def test_random_trees_cover_all_cases() -> None:

@@ -330,10 +330,21 @@ WRONG = {
         ("autoplan", "model.py:bad_step", *MESH, "--pins", "fsdp('dta', 0)"),
         "unknown axis 'dta' (did you mean 'data'?)",
     ),
+    "pins over an unknown axis for every mesh": Wrong(
+        ("autoplan", "nothing.py:step", "--mesh", "8", "--pins", "fsdp('dta', 0)"),
+        "unknown axis 'dta' (did you mean 'data'?); meshes of 8 devices have data and model",
+    ),
+    "pins of training over an unknown axis": Wrong(
+        (
+            *("train-plan", "nothing.py:loss", "--model", "nothing.py:model", "--batch", "float32[8]"),
+            *("--cluster", "cpu:8", "--pins", "shard_dim('tp', 0)"),
+        ),
+        "unknown axis 'tp'; the meshes of a cluster have stage, replica, data, model, minor",
+    ),
     "pins of nothing": Wrong(
         ("autoplan", "model.py:bad_step", *MESH, "--pins", "r.toml"),
         "--pins r.toml matches no array: paths begin with",
-        text_of("r.toml", '[[rules]]\npath = "^w"\nspec = ["data"]\n'),
+        text_of("r.toml", '[[rules]]\npath = "^nothing"\nspec = ["data"]\n'),
     ),
     "a dash for a file": Wrong(
         ("plan", "model.py:make", *AUTO, "-o", "-"), "cannot write to -: --format json prints to the standard output"

@@ -203,8 +203,78 @@ def test_pins_that_do_not_divide_are_refused() -> None:
 
 
 def test_pins_that_match_nothing_are_refused() -> None:
-    with pytest.raises(sr.errors.ConfigError, match="pins match no array: paths begin with the index of the argument"):
+    with pytest.raises(
+        sr.errors.ConfigError, match="pins match no array: paths begin with the name or the index of an arg"
+    ):
         sr.autoplan(jnp.tanh, jnp.ones((8, 8)), mesh=DATA, pins=sr.RegexShardingRule([(r"^weights$", P("data"))]))
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        sr.RegexShardingRule([("^params/up$", P(None, "data"))]),
+        sr.RegexShardingRule([("^0/up$", P(None, "data"))]),
+        sr.RegexShardingRule([("params/up", P(None, "data"))], unmatched="skip") | sr.FSDPShardingRule("data", 1000),
+        sr.SpecTreeShardingRule({"params/up": P(None, "data")}),
+    ],
+)
+def test_pins_take_the_paths_that_plans_print(pins: sr.ShardingRule) -> None:
+    params = {"up": real(16, 64), "down": real(64, 16)}
+    planned = sr.autoplan(lambda params, x: loss(params, x), params, real(8, 16), mesh=DATA, pins=pins)
+    assert planned.plan.specs[0]["up"] == P(None, "data")
+    assert planned.plan.named_paths == planned.call.paths == ("params/down", "params/up", "x")
+
+
+def test_plans_explain_the_paths_that_they_print() -> None:
+    params = {"layers": [{"up": real(16, 64), "down": real(64, 16)} for _ in range(2)]}
+    fn = lambda params, x: sum(loss(layer, x) for layer in params["layers"])  # noqa: E731
+    planned = sr.autoplan(fn, params, real(8, 16), mesh=DATA)
+    assert "params/layers/*/up  x2" in str(planned)
+    for path in ("params/layers/0/up", "params/layers/*/up", "0/layers/0/up"):
+        assert planned.explain(path).startswith("params/layers/0/up float32[16, 64]: ")
+    again = sr.ShardingPlan.from_json(planned.plan.to_json())
+    for plan in (planned.plan, again, again.bind((params, real(8, 16)))):
+        assert plan.explain("params/layers/1/up").startswith("params/layers/1/up  (16, 64) float32")
+        assert plan.explain("0/layers/1/up").startswith("0/layers/1/up  (16, 64) float32")
+    with pytest.raises(sr.errors.TreeError, match=r"no array 'params/layers/0/pu' .*did you mean"):
+        planned.explain("params/layers/0/pu")
+
+
+def test_hardware_may_be_the_name_of_a_sheet() -> None:
+    named, sheet = (
+        sr.autoplan(jnp.tanh, real(8, 8), mesh=DATA, hardware=hardware)
+        for hardware in ("cuda:a100", sr.Hardware.named("cuda:a100"))
+    )
+    assert str(named.step_time) == str(sheet.step_time)
+    assert named.memory_limit == sheet.memory_limit
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"hardware": "cuda:h10"}, sr.errors.HardwareError, "unknown hardware 'cuda:h10' .*did you mean 'cuda:h100'"),
+        ({"hardware": 3}, sr.errors.ConfigTypeError, "hardware must be a Hardware or the name of a sheet.*; got 3"),
+        ({"prove": "yes"}, sr.errors.ConfigError, "prove must be True or False, got 'yes'"),
+        ({"assumptions": "yes"}, sr.errors.ConfigTypeError, "assumptions must be Assumptions, got 'yes'"),
+        ({"time_limit": "yes"}, sr.errors.ConfigError, "time_limit must be a number of seconds above 0, got 'yes'"),
+        ({"mesh": True}, sr.errors.MeshError, "a device count of at least 1, got True"),
+    ],
+)
+def test_arguments_of_wrong_types_are_refused(options: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        sr.autoplan(jnp.tanh, real(8, 8), **{"mesh": DATA, **options})
+    with pytest.raises(sr.errors.ConfigTypeError, match="fn must be a function"):
+        sr.autoplan(3, mesh=DATA)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("mesh", [8, "data:8"])
+def test_pins_are_refused_before_anything_is_traced(mesh: Any) -> None:
+    def fn(x: Any) -> Any:
+        raise AssertionError("traced")
+
+    mesh = sr.mesh_shape(mesh) if isinstance(mesh, str) else mesh
+    with pytest.raises(sr.errors.PlanError, match="unknown axis 'tp'"):
+        sr.autoplan(fn, real(8, 8), mesh=mesh, pins=sr.DimShardingRule("tp", 0))
 
 
 def test_pins_without_patterns_may_have_no_opinion() -> None:

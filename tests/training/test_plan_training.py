@@ -180,10 +180,8 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(sr.errors.ConfigTypeError, match="progress must be a function, got True"):
         sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", progress=True)  # pyright: ignore[reportArgumentType]
     unknown = sr.RegexShardingRule([("weight", P("tensor"))])
-    with pytest.raises(PlanError, match="no mesh can be planned") as caught:
+    with pytest.raises(PlanError, match="pins: unknown axis 'tensor'; meshes of cuda:h100:8 have stage, replica, data"):
         sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", pins=unknown)
-    assert str(caught.value).count("mesh data:8") == 1
-    assert "data:8: " not in str(caught.value)
     with pytest.raises(PlanError, match=r"'value_fn'\. Line searches, such as that of optax\.lbfgs, evaluate the loss"):
         sr.plan_training(squares, model, optax.lbfgs(), batch, cluster="cuda:h100:8")
     opaque = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)

@@ -20,7 +20,6 @@ from shardrules.analysis.program.kernel_costs import KernelCost, KernelFacts, re
 from shardrules.analysis.program.program import read_program
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.callables import name_of
-from shardrules.core.errors import ConfigTypeError
 from shardrules.core.spec import spec_repr
 
 
@@ -29,14 +28,12 @@ def audit(
     args: tuple[Any, ...],
     mesh: AnyMesh,
     target: Target | str,
-    hardware: Hardware | None = None,
+    hardware: Hardware | str | None = None,
     kernel_costs: Sequence[KernelCost] = (),
 ) -> AuditReport:
     """Compiles a function for a target and reads the compiled program. Nothing runs, and no device is needed."""
     target = Target.parse(target)
-    sheet = target.hardware if hardware is None else hardware
-    if not isinstance(sheet, Hardware):
-        raise ConfigTypeError(f"hardware must be a Hardware, such as Target.parse(...).hardware; got {sheet!r:.60}")
+    sheet = target.hardware if hardware is None else Hardware.of(hardware)
     costs = read_kernel_costs(kernel_costs)
     # Tolerant: a program that does not fit still has a report, which says what takes the memory.
     result = request.compile(args, mesh, target, tolerant=True)

@@ -33,7 +33,7 @@ from shardrules.analysis.schedule.timeline import Timeline
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import ReportError, printable
 from shardrules.core.finding import Finding, shape_text
-from shardrules.core.storage.records import problem, record
+from shardrules.core.storage.records import object_of, read_json, reading, record
 
 FORMAT = 2
 """The version of the JSON of a report."""
@@ -279,8 +279,8 @@ class AuditReport:
         assert sr.reports.AuditReport.from_json(report.to_json()) == report
         ```
         """
-        try:
-            data: dict[str, Any] = json.loads(text)
+        with reading(ReportError, "an audit report"):
+            data: dict[str, Any] = read_json(text)
             if data["shardrules_audit"] != FORMAT:
                 raise ReportError(f"this report has format {data['shardrules_audit']!r}, this version reads {FORMAT}")
             fields = {
@@ -288,14 +288,10 @@ class AuditReport:
             }
             # A target is written as users write it, and read as the class that it is in the report.
             target = Target.parse(record(str, data["target"], "target"))
-            flags = [[name, value] for name, value in data.get("flags", {}).items()]
+            flags = [[name, value] for name, value in object_of(data.get("flags", {}), "flags").items()]
             fields["target"] = {**attrs.asdict(target), "shape": [*target.shape], "flags": flags}
             fields["hardware"] = hardware_from_json(data["hardware"])
             return record(cls, fields, "report")
-        except (LookupError, TypeError, ValueError, RecursionError) as error:
-            if isinstance(error, ReportError):
-                raise
-            raise ReportError(f"this text is not an audit report: {problem(error)}") from error
 
 
 def _is_written(field: "attrs.Attribute[Any]", value: Any) -> bool:

@@ -28,8 +28,9 @@ from shardrules.analysis.machine.measured import (
 from shardrules.analysis.machine.measured_sheet import MeasuredSheet
 from shardrules.analysis.machine.sheet_checks import hardware_problems
 from shardrules.analysis.machine.sheet_files import sheet_problems, sheet_text
-from shardrules.core.errors import ConfigError, HardwareError, ShardingWarning, suggest
-from shardrules.core.storage.files import read_text, write_text
+from shardrules.core.errors import ConfigError, ConfigTypeError, HardwareError, ShardingWarning, suggest
+from shardrules.core.storage.files import as_path, read_text, write_text
+from shardrules.core.storage.records import read_toml
 
 RATES = ("bf16", "f16", "f32", "f32_highest", "f8", "s8", "f64")
 """The kinds of multiplication that a sheet has rates for.
@@ -205,6 +206,30 @@ class Hardware:
         return sheets()[name]
 
     @staticmethod
+    def of(hardware: "Hardware | str") -> "Hardware":
+        """Returns a sheet, or the ready one that a string names.
+
+        **Arguments:**
+
+        - `hardware`: a `Hardware`, or a name as for `named`.
+
+        **Returns:**
+
+        A `Hardware`.
+
+        **Raises:**
+
+        `HardwareError` for an unknown name, `ConfigTypeError` for anything else.
+        """
+        if isinstance(hardware, str):
+            return Hardware.named(hardware)
+        if not isinstance(hardware, Hardware):
+            raise ConfigTypeError(
+                f"hardware must be a Hardware or the name of a sheet, such as 'cuda:h100'; got {hardware!r:.60}"
+            )
+        return hardware
+
+    @staticmethod
     def measure(
         devices: Sequence[Any] | None = None, *, time_limit: float = 60.0, name: str | None = None
     ) -> "Hardware":
@@ -267,7 +292,7 @@ class Hardware:
         sr.Hardware.named("cuda:h100").save("h100.toml")
         ```
         """
-        write_text(file, sheet_text(attrs.asdict(self), FIGURES))
+        write_text(as_path(file, "Hardware.save"), sheet_text(attrs.asdict(self), FIGURES))
 
     @staticmethod
     def load(file: str | Path) -> "Hardware":
@@ -290,10 +315,10 @@ class Hardware:
         assert sr.Hardware.load("v5e.toml") == sr.Hardware.named("tpu:v5e")
         ```
         """
-        text = read_text(Path(file))
+        text = read_text(as_path(file, "Hardware.load"))
         try:
-            table = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+            table = read_toml(text)
+        except ValueError as error:
             raise HardwareError(f"{file} is not a sheet of hardware, which is TOML: {error}") from error
         problems = sheet_problems(table, FIGURES, required=_required())
         if problems:

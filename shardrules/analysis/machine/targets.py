@@ -27,6 +27,7 @@ from shardrules.analysis.machine.flags import Flags, flags_text, read_flags
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_text
 from shardrules.core.errors import MissingCompilerError, ShardRulesError, TargetError, UnavailableTargetError, suggest
+from shardrules.core.fields import whole_number
 from shardrules.mesh.layout import lay_out
 
 Platform: TypeAlias = Literal["cpu", "tpu", "cuda"]
@@ -309,7 +310,8 @@ def _split_flags(text: str) -> tuple[str, str]:
 
 def _read_sizes(text: str) -> tuple[int, ...] | None:
     """The sizes in `"4x4"` or `"8"`; `None` for any other text."""
-    return tuple(map(int, text.split("x"))) if _SIZES.fullmatch(text) else None
+    sizes = [whole_number(size) for size in text.split("x")] if _SIZES.fullmatch(text) else [None]
+    return tuple([size for size in sizes if size is not None]) if None not in sizes else None
 
 
 def _target_error(text: str, problems: list[str], platform: str) -> TargetError:

@@ -8,7 +8,7 @@ import attrs
 
 from shardrules.analysis.schedule.step_time import seconds_text
 from shardrules.core.errors import ReportError, printable
-from shardrules.core.storage.records import problem, record
+from shardrules.core.storage.records import read_json, reading, record
 from shardrules.core.views.table import aligned
 
 FORMAT = 1
@@ -218,17 +218,13 @@ class TraceComparison:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Returns the comparison that `to_json` wrote. Any other text is a `ReportError`."""
-        try:
-            data: dict[str, Any] = json.loads(text)
+        with reading(ReportError, "a comparison with a trace"):
+            data: dict[str, Any] = read_json(text)
             if data["shardrules_comparison"] != FORMAT:
                 version = data["shardrules_comparison"]
                 raise ReportError(f"this comparison has format {version!r}, this version reads {FORMAT}")
             fields = {name: value for name, value in data.items() if name not in ("shardrules_comparison", "totals")}
             return record(cls, fields, "comparison")
-        except (LookupError, TypeError, ValueError, RecursionError) as error:
-            if isinstance(error, ReportError):
-                raise
-            raise ReportError(f"this text is not a comparison with a trace: {problem(error)}") from error
 
 
 def _device_text(device: DeviceTime) -> str:

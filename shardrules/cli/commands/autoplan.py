@@ -1,9 +1,11 @@
 """`shardrules autoplan`: finds the best plan of a step."""
 
 import argparse
+import functools
 import re
 from pathlib import Path
 
+from shardrules.analysis.compiling.arguments import argument_names
 from shardrules.cli.command import SUCCESS, Command
 from shardrules.cli.errors import UsageError, byte_option
 from shardrules.cli.files import write
@@ -11,9 +13,12 @@ from shardrules.cli.rules import load_rules
 from shardrules.cli.step import add_step, load_step, read_hardware
 from shardrules.cli.subject import make_plan, read_mesh
 from shardrules.cli.terminal import complain_of, show, working
+from shardrules.core.axes import mesh_text
+from shardrules.core.fields import whole_number
 from shardrules.planning.answer.frontier import Frontier
 from shardrules.planning.answer.report import AutoPlanReport
-from shardrules.planning.autoplan import autoplan
+from shardrules.planning.autoplan import MESH_AXES, autoplan
+from shardrules.planning.query import pins_plan
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -50,17 +55,22 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--mesh {args.mesh}: a number of devices is 1 or more; or write axes and sizes, data:4,model:2"
         )
-    mesh = int(args.mesh) if args.mesh.isdecimal() else read_mesh(args.mesh)
+    mesh = whole_number(args.mesh) or read_mesh(args.mesh)
     pins = None if args.pins is None else load_rules(args.pins)
+    if pins is not None:  # before anything is traced
+        if isinstance(mesh, int):
+            pins.check_axis_names(MESH_AXES, f"meshes of {mesh} devices have {' and '.join(MESH_AXES)}")
+        else:
+            pins.check_axis_names(mesh.axis_names, f"the mesh is {mesh_text(mesh)}")
     memory_limit = byte_option("--memory-limit", args.memory_limit)
     step = load_step(args.step)
     if pins is not None and not isinstance(mesh, int):
-        pins.check_axes(mesh)
-        plan = make_plan(pins.rule, step.args, mesh)
+        plan = make_plan(pins.rule, step.args, mesh, functools.partial(pins_plan, step.fn))
         # Rules that were written for a model match nothing here, since each path begins with the index of an argument.
         if all(decision.spec is None for decision in plan.decisions):
             raise UsageError(
-                f"--pins {args.pins} matches no array: paths begin with the index of the argument, as {plan.paths[0]!r}"
+                f"--pins {args.pins} matches no array: paths begin with the name or the index of an argument, as "
+                f"{argument_names(step.fn, 1)[0]!r} or {plan.paths[0]!r}"
             )
         # Only these, since autoplan resolves what other findings are about, such as dimensions that do not divide.
         complain_of(plan, ("dead-pin", "dead-pattern", "shadowed-pattern"))

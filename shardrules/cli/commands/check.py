@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shardrules.cli.command import FINDINGS, SUCCESS, Command
 from shardrules.cli.errors import UsageError, byte_option, one_line
+from shardrules.cli.faults import faults
 from shardrules.cli.files import read_text, write
 from shardrules.cli.models import read_plan
 from shardrules.cli.subject import Subject, add_subject, load_subject, read_rules
@@ -16,6 +17,7 @@ from shardrules.core.errors import PlanError
 from shardrules.core.finding import Finding, merged
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.storage.codec import finding_to_json
+from shardrules.core.storage.records import read_json
 from shardrules.rules.files.rules_file import Limits
 
 FORMAT = 1
@@ -46,7 +48,7 @@ def _run(args: argparse.Namespace) -> int:
         # Undecided leaves are findings too, in every format.
         findings = tuple(finding for finding in error.findings if isinstance(finding, Finding))
         findings = findings or (Finding("error", "undecided", one_line(error)),)
-        return _print_findings(failing(merged(findings), args, limits), None, args)
+        return _print_findings(failing(faults(findings), args, limits), None, args)
     if args.update:
         # A golden plan must be sound.
         subject.plan.check()
@@ -55,7 +57,7 @@ def _run(args: argparse.Namespace) -> int:
         write(args.golden, f"{subject.plan.to_json()}\n", makes_folders=True)
     over = _over_budget(subject, budget) if budget is not None else ()
     changed = _changes(subject.plan, args.golden) if args.golden is not None else ()
-    findings = merged((*subject.findings, *over, *changed))
+    findings = merged((*subject.faults, *over, *changed))
     return _print_findings(failing(findings, args, limits), subject, args)
 
 
@@ -139,9 +141,9 @@ def _is_replaced(file: Path) -> bool:
         return False
     text = read_text(file)
     try:
-        data = json.loads(text)
+        data = read_json(text)
         return isinstance(data, dict) and "shardrules" in data
-    except (ValueError, RecursionError):
+    except ValueError:
         # With the marks of a merge, cut off, or empty: other JSON may be invalid, too, as a tsconfig with comments is.
         return '"shardrules"' in text or '{"shardrules"'.startswith("".join(text.split()))
 

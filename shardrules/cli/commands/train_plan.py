@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from shardrules.cli.optimizers import load_optimizer
 from shardrules.cli.rules import load_rules
 from shardrules.cli.step import errors_in_one_line, read_hardware
 from shardrules.cli.terminal import emit_progress, show, working
+from shardrules.core.storage.records import read_json
+from shardrules.training.cluster import AXES
 from shardrules.training.plan_training import plan_training
 
 
@@ -53,7 +54,9 @@ def _run(args: argparse.Namespace) -> int:
     hardware = None if args.hardware is None else read_hardware(args.hardware)
     memory_limit = byte_option("--memory-limit", args.memory_limit)
     host_memory = byte_option("--host-memory", args.host_memory)
-    pins = None if args.pins is None else load_rules(args.pins).rule
+    pins = None if args.pins is None else load_rules(args.pins)
+    if pins is not None:  # before anything is traced
+        pins.check_axis_names(AXES, f"the meshes of a cluster have {', '.join(AXES)}")
     loss = load_object(args.loss)
     if not callable(loss.value) or loss.args is not None:
         raise UsageError(f"{args.loss} must be a function loss(model, batch), not a call")
@@ -73,7 +76,7 @@ def _run(args: argparse.Namespace) -> int:
             example_dims=example_dims,
             memory_limit=memory_limit,
             host_memory=host_memory,
-            pins=pins,
+            pins=None if pins is None else pins.rule,
             microbatches=args.microbatches,
             stages=args.stages,
             accumulate_dtype=args.accumulate_dtype,
@@ -90,7 +93,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _read_dims(text: str, batch: Any) -> Any:
     try:
-        dims = json.loads(text)
+        dims = read_json(text)
     except ValueError as error:
         raise UsageError(f"--example-dims must be an integer, or JSON like the batch, got {text!r}") from error
     return tuple(dims) if isinstance(dims, list) and isinstance(batch, tuple) else dims  # JSON has no tuples

@@ -12,10 +12,11 @@ from jax.sharding import AbstractMesh, AxisType
 
 from shardrules.core.axes import AnyMesh, mesh_text
 from shardrules.core.errors import PlanError
+from shardrules.core.fields import whole_number
 from shardrules.core.finding import Finding, Severity, template
 from shardrules.core.leaf import Decision, Leaf, LogicalName
 from shardrules.core.spec import spec_from_json, spec_repr, spec_to_json
-from shardrules.core.storage.records import problem
+from shardrules.core.storage.records import read_json, reading
 from shardrules.core.tree import PathStyle, Survey
 
 FORMAT = 1
@@ -34,6 +35,7 @@ class SavedPlan:
     findings: tuple[Finding, ...]
     path_style: PathStyle
     fingerprint: str
+    argument_names: tuple[str, ...] = ()
 
     def survey(self) -> Survey:
         """Returns the paths and kinds as a survey; it has no structure to build a tree with."""
@@ -101,6 +103,7 @@ def dumps(
     findings: Sequence[Finding],
     path_style: PathStyle,
     fingerprint: str,
+    argument_names: Sequence[str] = (),
 ) -> str:
     """Returns the text of a plan: `leaves` are what `group_leaves` gives, `findings` come from rules."""
     data = {
@@ -108,6 +111,7 @@ def dumps(
         "fingerprint": fingerprint,
         "mesh": None if mesh is None else dict(mesh),
         "path_style": path_style,
+        **({"argument_names": list(argument_names)} if argument_names else {}),
         "leaves": list(leaves),
         "findings": [finding_to_json(finding) for finding in findings],
     }
@@ -116,8 +120,8 @@ def dumps(
 
 def loads(text: str) -> SavedPlan:
     """Returns what `dumps` wrote; a `PlanError` when the text is not a plan."""
-    try:
-        data = json.loads(text)
+    with reading(PlanError, "a plan"):
+        data = read_json(text)
         if data["shardrules"] != FORMAT:
             raise PlanError(f"this plan has format {data['shardrules']!r}, and this version reads {FORMAT}")
         mesh = None if data["mesh"] is None else _mesh_from_json(data["mesh"])
@@ -126,12 +130,15 @@ def loads(text: str) -> SavedPlan:
         if style not in get_args(PathStyle):
             raise ValueError(f"unknown path style {style!r}")
         findings = _findings_from_json(data["findings"])
-        return SavedPlan(mesh, groups, findings, style, _typed(data["fingerprint"], str))
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
-        # The format error above is a ValueError, too, and clear as it is.
-        if isinstance(error, PlanError):
-            raise
-        raise PlanError(f"this text is not a plan: {problem(error)}") from error
+        names = _typed_tuple(data.get("argument_names", []), str)
+        _check_argument_names(names, groups)
+        return SavedPlan(mesh, groups, findings, style, _typed(data["fingerprint"], str), names)
+
+
+def _check_argument_names(names: Sequence[str], groups: Sequence[tuple[list[str], Leaf, Decision]]) -> None:
+    indices = [path.partition("/")[0] for paths, _, _ in groups for path in paths]
+    if names and not all((whole_number(index) or 0) < len(names) and index.isdecimal() for index in indices):
+        raise ValueError(f"paths do not begin with the index of one of {len(names)} arguments")
 
 
 def _typed(value: Any, kind: type | UnionType) -> Any:

@@ -1,15 +1,24 @@
 """Files of text: read whole, and written so that others may be reading them meanwhile."""
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import ConfigError, suggest
+from shardrules.core.errors import ConfigError, ConfigTypeError, suggest
 
 _MOST_BYTES = 2**29
 """512 MiB: the plan of a model of a million kinds takes less, and a checkpoint named by mistake takes more. Doubled, a
 small checkpoint is read and fails later, as JSON; halved, nothing that exists is refused."""
+
+
+def as_path(path: Any, caller: str) -> Path:
+    """Returns a string or path as a `Path`; anything else is a `ConfigTypeError`."""
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise ConfigTypeError(f"{caller}: expected the path of a file, got {path!r:.80}")
+    return Path(path)
 
 
 def read_text(file: Path) -> str:

@@ -1,14 +1,74 @@
-"""Values read from JSON that people may have edited, each field checked against its annotation."""
+"""Values read from JSON and TOML that people may have edited, each field checked against its annotation."""
 
+import contextlib
 import json
+import tomllib
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 
+from shardrules.core.errors import ShardRulesError
+from shardrules.core.fields import LARGEST_INTEGER
+
 SAVE_AGAIN = "If an earlier version of shardrules wrote it, save it again with this version"
 """What an error for fields that do not fit says to do."""
+
+
+def read_json(text: str | bytes, **options: Any) -> Any:
+    """Returns what a text of JSON says; `options` are as for `json.loads`. What it cannot read is a `ValueError`."""
+    with _shallow():
+        return json.loads(text, **{"parse_int": _integer, "parse_constant": _constant, **options})
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    """Returns what a text of TOML says. What it cannot read is a `ValueError`."""
+    with _shallow():
+        data = tomllib.loads(text)
+        _check_integers(data)
+        return data
+
+
+@contextlib.contextmanager
+def reading(error_type: type[ShardRulesError], what: str) -> Iterator[None]:
+    """A context in which everything that invalid data raises is an `error_type`: the text is not `what`."""
+    try:
+        yield
+    except error_type:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise error_type(f"this text is not {what}: {problem(error)}") from error
+
+
+@contextlib.contextmanager
+def _shallow() -> Iterator[None]:
+    try:
+        yield
+    except RecursionError as error:
+        raise ValueError("it nests too deeply") from error
+
+
+def _integer(text: str) -> int:
+    # Python reads no integers of 4,300 digits, and does not print what is computed from one that is nearly as long.
+    number = int(text) if len(text) <= 20 else LARGEST_INTEGER + 1
+    if abs(number) > LARGEST_INTEGER:
+        raise ValueError(f"{text:.30} does not fit in 64 bits")
+    return number
+
+
+def _check_integers(value: Any) -> None:
+    if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+        raise ValueError(f"an integer of {value.bit_length()} bits does not fit in 64")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_integers(item)
+
+
+def _constant(name: str) -> float:
+    if name == "NaN":
+        raise ValueError("NaN is not a number of JSON")
+    return float(name)
 
 
 def is_cut_off(error: json.JSONDecodeError) -> bool:
@@ -79,8 +139,13 @@ def _tuple_record(parts: tuple[Any, ...], value: Any, name: str) -> tuple[Any, .
     return tuple(record(part, item, f"{name}[{index}]") for index, (part, item) in enumerate(pairs))
 
 
+def object_of(value: Any, name: str) -> dict[str, Any]:
+    """Returns a piece of JSON that must be an object."""
+    return _checked(value, isinstance(value, dict), name, "an object")
+
+
 def _class_record(kind: Any, value: Any, name: str) -> Any:
-    _checked(value, isinstance(value, dict), name, "an object")
+    object_of(value, name)
     fields = {field.name: field.default is not attrs.NOTHING for field in attrs.fields(kind)}
     missing = [field for field, has_default in fields.items() if field not in value and not has_default]
     unknown = [field for field in value if field not in fields]

@@ -1,6 +1,5 @@
 """What `plan.explain` prints: which rule decided a leaf, and what every other rule would have decided."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from shardrules.core.errors import PatternError, ShardRulesError, TreeError, pri
 from shardrules.core.finding import UNDECIDED_CODES, shape_text
 from shardrules.core.leaf import Decision
 from shardrules.core.leaves import Leaves, RuleCall, Verdict
-from shardrules.core.patterns import guarded
+from shardrules.core.patterns import compile_pattern, guarded
 from shardrules.core.spec import spec_repr
 
 
@@ -20,9 +19,10 @@ def find_kinds(path: str, kind_by_path: Mapping[str, int]) -> dict[int, str]:
     if path in kind_by_path:
         return {kind_by_path[path]: path}
     try:
-        pattern = re.compile(path)
-    except re.error as error:
-        raise PatternError(f"the plan has no leaf at {path!r}, and it is not a valid pattern: {error}") from error
+        pattern = compile_pattern(path, "explain")
+    except PatternError as error:
+        why = f"it is not a valid pattern: {error.__cause__}"
+        raise PatternError(f"the plan has no leaf at {path!r:.200}, and {why}") from error
     matches: dict[int, str] = {}
     matcher = guarded(pattern, "search", kind_by_path, "explain")
     for leaf_path, kind in kind_by_path.items():

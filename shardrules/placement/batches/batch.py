@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardrules.core.axes import AnyMesh, check_mesh
 from shardrules.core.context import current_mesh
-from shardrules.core.errors import ConfigError, ConfigTypeError, DisagreementError, ShardRulesError
+from shardrules.core.errors import ConfigError, ConfigTypeError, DisagreementError, PlanError, ShardRulesError
 from shardrules.core.finding import Finding, shape_text
 from shardrules.core.jax_state import under_trace
 from shardrules.core.keys import is_key
@@ -21,8 +21,8 @@ from shardrules.core.spec import device_dtype
 from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.mesh.parts import global_shape
 from shardrules.mesh.processes import exchange
+from shardrules.placement.batches.values import STACK_NOTE, as_array, has_equal_parts, is_rows
 from shardrules.placement.destination import not_placeable, resolve_destination, usable_mesh
-from shardrules.placement.source import ArraySource
 from shardrules.placement.transfer import put
 from shardrules.rules.how import How, by_leaf, refuse_leaves, resolve
 
@@ -39,14 +39,17 @@ _SHOWN = 16
 def place_batch(local: Any, how: How, mesh: AnyMesh | None = None, *, timeout: float = 200) -> Any:
     """Places a batch of which each process has a part, and returns the whole as arrays over all processes.
 
-    With one process it is `filter_shard`. With several, the parts of all processes, in the order of the mesh, make up
-    each dimension that `how` splits over them; `sr.meshes.batch_part` says which part is this process's. A dimension
-    that is not split over processes is handed in whole, and must be the same on all.
+    Anything with `__array__` or `__dlpack__` is an array, tensors of other libraries too, and so is a list of numbers
+    or of rows of numbers. Tuples, dicts, modules and lists of arrays are containers.
+
+    With one process the arrays go where `filter_shard` puts them. With several, the parts of all processes, in the
+    order of the mesh, make up each dimension that `how` splits over them; `sr.meshes.batch_part` says which part is
+    this process's. A dimension that is not split over processes is handed in whole, and must be the same on all.
 
     **Arguments:**
 
-    - `local`: a pytree with this process's part of the batch: numpy arrays, or arrays on its own devices. Leaves that
-        are not arrays, Python numbers among them, stay as they are.
+    - `local`: a pytree with this process's part of the batch: arrays in its memory, or on its own devices. `None`,
+        functions, and numbers outside of lists stay as they are.
     - `how`, `mesh`: where the arrays go, as for `filter_shard`. Rules see the shapes of the whole batch.
     - `timeout`: the seconds to wait for the other processes, whose shapes are compared.
 
@@ -57,8 +60,8 @@ def place_batch(local: Any, how: How, mesh: AnyMesh | None = None, *, timeout: f
     **Raises:**
 
     `DisagreementError`, on every process, when parts differ in paths, shapes or dtypes, with the shapes of all;
-    `PlanError`, listing everything else that is wrong; `TreeError`, `NoMeshError`, and `BarrierTimeoutError` and
-    `BarrierError` as in `barrier_sync`.
+    `PlanError`, listing everything else that is wrong, with the path of each leaf that is not an array, such as a
+    string; `TreeError`, `NoMeshError`, and `BarrierTimeoutError` and `BarrierError` as in `barrier_sync`.
 
     ```python
     mesh = sr.create_mesh("data:4,model:2")
@@ -90,17 +93,15 @@ class LocalBatch:
 
     @staticmethod
     def of(tree: Any) -> "LocalBatch":
-        """Returns the tree flattened; refuses what has no values on this process."""
+        """Returns the tree flattened, every array read; refuses what is not one, or has no values on this process."""
         if under_trace():
             raise ConfigTypeError(f"{CALLER}: call it outside of jit, which gets its result as an argument")
-        values, treedef = jax.tree.flatten(tree)
-        kinds = [array_kind(value) for value in values]
-        problems = [
-            (leaf_index, Finding("error", "not-local", why, "", "Pass this process's part as a numpy array", kind[0]))
-            for leaf_index, (value, kind) in enumerate(zip(values, kinds, strict=True))
-            if kind is not None and (why := _not_local(value))
-        ]
-        refuse_leaves(CALLER, tree, problems)
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_rows)
+        values = [as_array(leaf) for leaf in leaves]
+        problems = [(index, value) for index, value in enumerate(values) if isinstance(value, Finding)]
+        if problems:
+            refuse_leaves(CALLER, treedef.unflatten(range(len(values))), problems)
+        tree, kinds = treedef.unflatten(values), [array_kind(value) for value in values]
         return LocalBatch(tree, values, treedef, kinds)
 
     @property
@@ -131,9 +132,14 @@ class Placer:
         if self._planned is None or self._planned[:2] != key:
             shapes = self._global_shapes(batch)
             whole = _shapes_tree(batch, shapes)
-            destination = resolve_destination(whole, self.how, self.mesh, caller=CALLER)
-            problems = not_placeable(destination, values=False) + _spanning(destination.shardings)
-            refuse_leaves(CALLER, batch.tree, problems)
+            try:
+                destination = resolve_destination(whole, self.how, self.mesh, caller=CALLER)
+                problems = not_placeable(destination, values=False) + _spanning(destination.shardings)
+                refuse_leaves(CALLER, batch.tree, problems)
+            except PlanError as error:
+                if has_equal_parts(batch.tree):
+                    error.add_note(STACK_NOTE)
+                raise
             arrays = [shape for shape, kind in zip(shapes, batch.kinds, strict=True) if kind is not None]
             self._planned = *key, arrays, destination.arrays()[1]
         _, _, shapes, shardings = self._planned
@@ -238,16 +244,6 @@ def _difference(shapes: list[dict[str, str]]) -> str:
     return "\n".join(
         [f"{CALLER}: the parts of the processes differ; drop or pad what is left over at the end:", *lines, *more]
     )
-
-
-def _not_local(value: Any) -> str:
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return "it has a shape and no values"
-    if isinstance(value, ArraySource):
-        return "it is an ArraySource, which filter_shard reads"
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        return "it is placed over several processes already"
-    return ""
 
 
 def _spanning(shardings: Sequence[Sharding | None]) -> list[tuple[int, Finding]]:

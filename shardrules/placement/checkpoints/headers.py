@@ -18,6 +18,7 @@ import numpy as np
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import suggest
 from shardrules.core.finding import Finding
+from shardrules.core.storage.records import read_json
 from shardrules.placement.checkpoints.names import StoredArray
 from shardrules.placement.checkpoints.tensor_file import FileTensor
 
@@ -299,11 +300,11 @@ def _entries(text: bytes) -> dict[str, _Entry]:
 def _table(text: bytes) -> dict[str, Any]:
     """Returns the table that JSON holds; a `_BrokenError` says why it holds none."""
     try:
-        table = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys)
+        table = read_json(
+            text.decode("utf-8"), object_pairs_hook=_unique_keys, parse_int=int
+        )  # sizes are checked below
     except UnicodeDecodeError as error:
         raise _BrokenError(f"byte {error.start} of it is not UTF-8 text") from error
-    except RecursionError as error:
-        raise _BrokenError("it nests too deeply") from error
     except json.JSONDecodeError as error:
         cut = ", where it ends" if error.pos >= len(error.doc.rstrip()) else ""
         raise _BrokenError(f"it is not JSON: {error.msg} at character {error.pos}{cut}") from error

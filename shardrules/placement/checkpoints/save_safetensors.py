@@ -14,6 +14,7 @@ from shardrules.core.errors import CheckpointError, ConfigError, ConfigTypeError
 from shardrules.core.fields import read_bytes
 from shardrules.core.finding import Finding
 from shardrules.core.jax_state import process_id
+from shardrules.core.storage.records import read_json
 from shardrules.core.tree import leaf_paths
 from shardrules.placement.checkpoints.commit import (
     TEMPORARY,
@@ -291,7 +292,7 @@ def _groups(leaves: Sequence[SavedLeaf], most_bytes: int) -> list[list[int]]:
 def _indexed_files(index: Path) -> list[Path]:
     """Returns the files beside an index that it names; none where there is no index."""
     try:
-        names = json.loads(index.read_text())["weight_map"].values()
+        names = read_json(index.read_text())["weight_map"].values()
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         return []
     return [index.parent / name for name in dict.fromkeys(names) if isinstance(name, str) and name == Path(name).name]

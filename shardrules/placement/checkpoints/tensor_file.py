@@ -19,6 +19,7 @@ import attrs
 import numpy as np
 
 from shardrules.core.errors import CheckpointError, printable
+from shardrules.core.storage.files import as_path
 from shardrules.placement.source import ArraySource, Index
 
 _SHORT_BYTES = 4 * 2**10
@@ -39,13 +40,14 @@ _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/")
 
 def local_path(path: Any, caller: str) -> Path:
     """Returns a path, after checking that it is not the address of a cloud store."""
+    file = as_path(path, caller)
     text = os.fspath(path)
     if _ADDRESS.match(text):
         raise CheckpointError(
             f"{caller}: {printable(text)} is an address, and these files are read and written only in file systems. "
             "save_orbax and load_orbax take addresses; or mount the bucket, and pass a path in it"
         )
-    return Path(path)
+    return file
 
 
 @final

@@ -229,7 +229,7 @@ class AutoPlan:
     @functools.cached_property
     def plan(self) -> ShardingPlan:
         """The plan of the tuple of arguments."""
-        return self._plan_of(self.args, self.specs)
+        return attrs.evolve(self._plan_of(self.args, self.specs), argument_names=self.call.argument_names)
 
     def argument_plan(self, argument_index: int) -> ShardingPlan:
         """Returns the plan of one argument: for `filter_init`, checkpoints and everything else that takes plans."""
@@ -321,11 +321,14 @@ class AutoPlan:
     def explain(self, path: str) -> str:
         """Returns a few lines on the spec of an argument: what uses it, and what the next best would cost.
 
-        Of regions that use it, these are also plans with the alternatives that do not run.
+        `path` is as the plan prints it; with a `*`, it is the first array of that row. Paths of `plan`, which begin
+        with the index of an argument, are accepted too. Of regions that use the array, these are also plans with the
+        alternatives that do not run.
         """
         index = self._argument_index(path)
         array = self.call.structs[index]
-        head = f"{printable(path)} {array.dtype.name}{list(array.shape)}: {spec_repr(self.specs[index])}"
+        name = printable(self.call.paths[index])
+        head = f"{name} {array.dtype.name}{list(array.shape)}: {spec_repr(self.specs[index])}"
         lines = [str(use) for use in self.uses(path)]
         for other in other_regions(self.task.problem, self.choice, index):
             changed = self._with_layouts(other.node, np.array(other.rows))
@@ -335,11 +338,11 @@ class AutoPlan:
         )
 
     def _argument_index(self, path: str) -> int:
-        if path not in self.call.paths:
-            raise TreeError(
-                f"no array {path!r} among the arguments of {self.call.name}{suggest(path, self.call.paths)}"
-            )
-        return self.call.paths.index(path)
+        # As the table prints it, with `*` in the path of several arrays, or as `plan` has it.
+        for paths in (self.call.paths, [template(path) for path in self.call.paths], self.plan.paths):
+            if path in paths:
+                return paths.index(path)
+        raise TreeError(f"no array {path!r} among the arguments of {self.call.name}{suggest(path, self.call.paths)}")
 
     def frontier(self, count: int = 6) -> Frontier:
         """Returns what less memory costs: the best plan for each of `count` budgets, by a search each.
@@ -363,8 +366,7 @@ class AutoPlan:
     def _placements(self) -> Placements:
         """Returns how all arguments are placed, with their names instead of their indices."""
         placements = self.plan.placements()
-        parts = [path.partition("/") for path in placements.leaves]
-        paths = [f"{self.call.argument_names[int(index)]}{slash}{rest}" for index, slash, rest in parts]
+        paths = self.plan.named_paths
         return attrs.evolve(placements, leaves=dict(zip(paths, placements.leaves.values(), strict=True)))
 
     def __str__(self) -> str:

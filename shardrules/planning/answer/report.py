@@ -8,10 +8,10 @@ from typing import Any, Self, TypeVar, final
 import attrs
 
 from shardrules.analysis.schedule.step_time import StepTime
-from shardrules.core.errors import PlanError, ReportError
+from shardrules.core.errors import ReportError
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan
-from shardrules.core.storage.records import SAVE_AGAIN, problem, record
+from shardrules.core.storage.records import SAVE_AGAIN, read_json, reading, record
 from shardrules.planning.answer.explain import RegionUse, SplitDim
 from shardrules.planning.answer.frontier import FrontierPoint
 from shardrules.planning.answer.plan import AutoPlan, Candidate, CompiledPlan, Status
@@ -99,8 +99,8 @@ class AutoPlanReport:
 
 def read_plan_report(kind: Callable[..., _Report], text: str, key: str, version: int, what: str) -> _Report:
     """Reads a report with a `plan` from JSON that has its format's version under a key, or raises `ReportError`."""
-    try:
-        data: dict[str, Any] = json.loads(text)
+    with reading(ReportError, what):
+        data: dict[str, Any] = read_json(text)
         if data[key] != version:
             raise ReportError(f"this report has format {data[key]!r}, this version reads {version}")
         fields = typing.get_type_hints(kind)
@@ -109,7 +109,3 @@ def read_plan_report(kind: Callable[..., _Report], text: str, key: str, version:
         # The plan has a format of its own, with a version.
         values = {name: record(field, data[name], name) for name, field in fields.items() if name != "plan"}
         return kind(**values, plan=ShardingPlan.from_json(json.dumps(data["plan"])))
-    except (LookupError, TypeError, ValueError, RecursionError, PlanError) as error:
-        if isinstance(error, ReportError):
-            raise
-        raise ReportError(f"this text is not {what}: {problem(error)}") from error

@@ -2,3 +2,6 @@
 
 FORMAT = 2
 """A change that older readers would misread raises it."""
+
+TRAINING_FORMAT = 1
+"""The same for training plans."""

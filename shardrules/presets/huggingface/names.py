@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from shardrules.core.storage.files import as_path
 from shardrules.placement.checkpoints.headers import read_headers
 from shardrules.placement.checkpoints.names import Name, refuse
 
@@ -37,7 +37,7 @@ def tensor_names(path: Any, rename: Mapping[str, str] | None = None) -> Callable
     assert names("layers/attention/wq/weight") == tuple(tensors)
     ```
     """
-    headers = read_headers(Path(path))
+    headers = read_headers(as_path(path, "tensor_names"))
     refuse(f"tensor_names: {path}", headers.problems)
     tree: dict[str, Any] = {}
     for name in headers.stored:

@@ -1,8 +1,8 @@
 """`load_rules`: the rules that a training program shares with the checks of its repository."""
 
-from pathlib import Path
 from typing import Any
 
+from shardrules.core.storage.files import as_path
 from shardrules.rules.files.reader import read_rules_file
 from shardrules.rules.files.rules_file import RulesFile
 
@@ -24,7 +24,7 @@ def load_rules(path: Any) -> RulesFile:
     **Raises:**
 
     `RulesFileError`, listing everything that is wrong with the file, each with its line, its key and the most similar
-    word; also when a rule uses an axis that the mesh of the file lacks.
+    word; also when a rule uses an axis that the mesh of the file lacks. `ConfigTypeError` when `path` is not a path.
 
     ```python
     from pathlib import Path
@@ -50,7 +50,7 @@ def load_rules(path: Any) -> RulesFile:
     assert file.limits.budget == 16 * 2**30
     ```
     """
-    rules = read_rules_file(Path(path))
+    rules = read_rules_file(as_path(path, "load_rules"))
     if rules.mesh is not None:
         rules.check_axes(rules.mesh)
     return rules

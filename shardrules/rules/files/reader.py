@@ -30,7 +30,7 @@ import functools
 import inspect
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, final, get_args
@@ -51,6 +51,7 @@ from shardrules.core.rule import (
 )
 from shardrules.core.spec import spec_from_json
 from shardrules.core.storage.files import read_text
+from shardrules.core.storage.records import read_toml
 from shardrules.mesh.shape import mesh_shape
 from shardrules.rules.auto import AutoShardingRule
 from shardrules.rules.composite import CompositeShardingRule
@@ -62,6 +63,7 @@ from shardrules.rules.fsdp import FSDPShardingRule
 from shardrules.rules.huggingface.rule import HuggingFaceShardingRule
 from shardrules.rules.logical.rule import LogicalShardingRule
 from shardrules.rules.memory import MemoryConstrainedShardingRule
+from shardrules.rules.named_axes import named_axes
 from shardrules.rules.regex import RegexShardingRule
 from shardrules.rules.replicate import ReplicateShardingRule
 from shardrules.rules.shape_based import ShapeBasedShardingRule
@@ -93,15 +95,18 @@ def read_rules_file(file: Path) -> RulesFile:
 def read_rules_text(text: str, file: Path) -> RulesFile:
     """Reads the text of a file of rules, which need not be written yet."""
     try:
-        data = tomllib.loads(text)
-    except RecursionError as error:
-        raise RulesFileError(f"{file}: invalid TOML: it nests too deeply") from error
+        data = read_toml(text)
     except tomllib.TOMLDecodeError as error:
         match = re.search(r"at line (\d+)", str(error))
         # Tomllib says "at end of document" then.
         line = match[1] if match else text.count("\n") + 1
         raise RulesFileError(f"{file}:{line}: invalid TOML: {error}") from error
-    return _Reader(file, key_lines(text)).read(data)
+    except ValueError as error:
+        raise RulesFileError(f"{file}: invalid TOML: {error}") from error
+    try:
+        return _Reader(file, key_lines(text)).read(data)
+    except RecursionError as error:
+        raise RulesFileError(f"{file}: its rules nest too deeply") from error
 
 
 _Attempt: TypeAlias = Callable[[Callable[[], Any]], Any]
@@ -319,7 +324,7 @@ class _Reader:
         if isinstance(value, str):
             rule = self._guard(lambda: parse_rule(value), path)
             # The axes of a rule as text are known only once it is parsed.
-            self.axes.extend((name, self.place(path)) for name in _axes(rule))
+            self.axes.extend((name, self.place(path)) for name in named_axes(rule))
             return rule
         if not isinstance(value, dict):
             raise self.error(path, f"a rule is a string such as \"fsdp('data')\", or a table; got {value!r:.60}")
@@ -485,25 +490,6 @@ class _Reader:
             return ShardingPlan.from_json(read_text(self.file.parent / value))
         except (ConfigError, PlanError) as error:
             raise self.error(path, _joined(error)) from error
-
-
-def _axes(rule: ShardingRule) -> Iterator[str]:
-    """Yields the axes in the arguments of a rule that was written as text."""
-    axes: Sequence[Any] = ()
-    match rule:
-        case ChainShardingRule():
-            for part in rule.rules:
-                yield from _axes(part)
-        case AutoShardingRule() | MemoryConstrainedShardingRule():
-            axes = rule.axis_names or ()
-        case DimShardingRule() | FSDPShardingRule():
-            axes = (rule.axis,)
-        case HuggingFaceShardingRule():
-            axes = [axis for axis in (rule.tensor, rule.fsdp) if axis != "auto"]
-        case LogicalShardingRule():
-            axes = [axis for _, axis in rule.mapping]
-    for axis in axes:
-        yield from () if axis is None else axis_tuple(axis)
 
 
 _ReadField: TypeAlias = Callable[[_Reader, Any, KeyPath], Any]

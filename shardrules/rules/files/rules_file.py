@@ -1,5 +1,6 @@
 """`RulesFile`: what a file of rules says, for programs and for the checks that guard them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
@@ -46,14 +47,18 @@ class RulesFile:
 
     def check_axes(self, mesh: AnyMesh) -> None:
         """Raises an error with the line and the key path of each axis in the rules that a mesh lacks."""
+        self.check_axis_names(mesh.axis_names, f"the mesh is {mesh_text(mesh)}")
+
+    def check_axis_names(self, names: Sequence[str], reason: str) -> None:
+        """Raises the error of `check_axes` for axes that are not among `names`, for a `reason`."""
         problems = [
-            f"{location}: unknown axis {name!r}{suggest(name, mesh.axis_names)}"
+            f"{location}: unknown axis {name!r}{suggest(name, names)}"
             for name, location in self.axes
-            if name not in mesh.axis_names
+            if name not in names
         ]
         if problems:
             listing = problems[0] if len(problems) == 1 else "\n  ".join([f"{self.file} has unknown axes:", *problems])
             raise RulesFileError(
-                f"{listing}; the mesh is {mesh_text(mesh)}. Correct {'it' if len(problems) == 1 else 'them'}, or drop "
+                f"{listing}; {reason}. Correct {'it' if len(problems) == 1 else 'them'}, or drop "
                 f'{"it" if len(problems) == 1 else "them"} with a rule of type "fitted"'
             )

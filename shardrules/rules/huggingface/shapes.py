@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, final
 import attrs
 
 from shardrules.core.errors import CheckpointError, suggest
+from shardrules.core.fields import LARGEST_INTEGER
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -54,7 +55,7 @@ class _Config:
                 value = table.get(name)
                 if value is None:
                     continue
-                if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST_INTEGER:
                     raise CheckpointError(f"{name!r} must be a size, got {value!r:.60}")
                 return value
         raise CheckpointError(f"it has no {' or '.join(map(repr, names))}")
@@ -253,7 +254,7 @@ def _sizes_of(config: _Config, names: list[str], blocks: Mapping[str, Any] | Non
         (table.values[key] for table in (text, config) for key in ("dtype", "torch_dtype") if table.values.get(key)),
         None,
     )
-    if dtype not in _DTYPE_NAMES:
+    if not isinstance(dtype, str) or dtype not in _DTYPE_NAMES:
         raise CheckpointError(f"its dtype, {dtype!r:.40}, is not one of {', '.join(_DTYPE_NAMES)}")
     present = dict.fromkeys(names)
     shapes: dict[str, Shape | None] = {}

@@ -16,10 +16,8 @@ from shardrules.pipelines.schedule import PipelineSchedule
 from shardrules.planning.answer.explain import RegionUse, SplitDim
 from shardrules.planning.answer.frontier import Frontier, FrontierPoint
 from shardrules.planning.answer.report import read_plan_report
+from shardrules.planning.answer.version import TRAINING_FORMAT
 from shardrules.training.stages.run import tick_count
-
-_FORMAT = 1
-"""The version of the JSON: a change that older readers would misread raises it."""
 
 _SHOWN_CANDIDATES = 24
 """How many candidates are printed: one for each mesh, and the best recipes. `candidates` has all."""
@@ -291,12 +289,12 @@ class TrainingPlanReport:
         """Returns the report as JSON that `from_json` reads; its `plan` is as `ShardingPlan.to_json` writes it."""
         figures = attrs.asdict(self, filter=lambda field, value: field.name != "plan")
         plan = json.loads(self.plan.to_json())
-        return json.dumps({"shardrules_train_plan": _FORMAT, **figures, "plan": plan}, indent=1)
+        return json.dumps({"shardrules_train_plan": TRAINING_FORMAT, **figures, "plan": plan}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Returns the report that `to_json` wrote, or raises `ReportError`."""
-        return read_plan_report(cls, text, "shardrules_train_plan", _FORMAT, "a training plan")
+        return read_plan_report(cls, text, "shardrules_train_plan", TRAINING_FORMAT, "a training plan")
 
 
 def _listed(names: Sequence[str]) -> str:

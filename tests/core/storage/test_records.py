@@ -1,11 +1,12 @@
 """Values from JSON: what is right is read, and what is not says where it stands."""
 
+import math
 from typing import Any, Literal
 
 import attrs
 import pytest
 
-from shardrules.core.storage.records import record
+from shardrules.core.storage.records import read_json, read_toml, record
 
 
 @attrs.frozen
@@ -71,3 +72,27 @@ def test_fields_with_defaults_may_be_missing() -> None:
 def test_what_is_wrong_says_where(change: dict[str, Any], complaint: str) -> None:
     with pytest.raises((TypeError, LookupError), match=complaint):
         record(Outer, RIGHT | change, "it")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[" * 100_000, "nests too deeply"),
+        ("9" * 5000, "9+ does not fit in 64 bits"),
+        (str(2**63), "9223372036854775808 does not fit in 64 bits"),
+        ("NaN", "NaN is not a number of JSON"),
+    ],
+)
+def test_values_that_json_should_not_have_are_refused(text: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        read_json(text)
+
+
+def test_integers_of_64_bits_and_infinities_are_read() -> None:
+    assert read_json(f"[{2**63 - 1}, {-(2**63) + 1}, -Infinity]") == [2**63 - 1, -(2**63) + 1, -math.inf]
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, f"0x{'f' * 5000}", str(2**63)])
+def test_integers_beyond_64_bits_in_toml_are_refused(number: str) -> None:
+    with pytest.raises(ValueError, match=r"integer"):
+        read_toml(f"a = [{{b = {number}}}]")

@@ -27,13 +27,19 @@ def batch() -> dict[str, Any]:
         "labels": [np.arange(8), np.arange(16).reshape(8, 2)],
         "key": jax.random.split(jax.random.key(0), 8),
         "weight": 0.5,
-        "name": "train",
+        "activation": jax.nn.relu,
     }
 
 
 HOWS: dict[str, Any] = {
     "spec": P("data"),
-    "specs": {"x": P("data", "model"), "labels": P("data"), "key": P(("data", "model")), "weight": None, "name": None},
+    "specs": {
+        "x": P("data", "model"),
+        "labels": P("data"),
+        "key": P(("data", "model")),
+        "weight": None,
+        "activation": None,
+    },
     "rule": sr.DimShardingRule("data", 0),
     "function": lambda tree: jax.tree.map(lambda _: P("data"), tree),
 }

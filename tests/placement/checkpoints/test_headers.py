@@ -77,7 +77,7 @@ BROKEN_FILES: dict[str, tuple[bytes, str]] = {
     "a header in UTF-16": (text('{"a": 1}'.encode("utf-16")), "byte 0 of it is not UTF-8 text"),
     "a header with a mark of its encoding": (text(b"\xef\xbb\xbf{}"), "it is not JSON: Unexpected UTF-8 BOM"),
     "a header with more behind it": (text("{} {}"), "it is not JSON: Extra data at character 3"),
-    "a header that nests": (text("[" * 100_000), "its header cannot be read: it nests too deeply"),
+    "a header that nests": (text("[" * 100_000), "its header cannot be read: it is not JSON: it nests too deeply"),
     "a header with a long number": (text(f'{{"a": {"9" * 5000}}}'), "it is not JSON: Exceeds the limit"),
     "a tensor that is there twice": (text(f"{{{B_TEXT}, {B_TEXT}}}"), "'b' is in it twice"),
     "a key that is there twice": (text('{"a": {"dtype": "F32", "dtype": "I32"}}'), "'dtype' is in it twice"),

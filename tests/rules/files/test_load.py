@@ -1,13 +1,14 @@
 """`load_rules`: rules, mesh, optimizer and limits from the file that CI gates."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.errors import RulesFileError
+from shardrules.core.errors import ConfigTypeError, RulesFileError
 
 TEXT = """\
 mesh = "data:4,model:2"
@@ -92,3 +93,9 @@ def test_thousands_of_rules_are_read_in_order(tmp_path: Path) -> None:
     rules = sr.load_rules(write(tmp_path, text)).rules
     assert isinstance(rules, sr.RegexShardingRule)
     assert [pattern for pattern, _ in rules.rules] == [f"layers/{index}/up$" for index in range(count)]
+
+
+@pytest.mark.parametrize("path", [None, 3, b"rules.toml", ["rules.toml"]])
+def test_what_is_not_a_path_is_refused(path: Any) -> None:
+    with pytest.raises(ConfigTypeError, match="load_rules: expected the path of a file, got"):
+        sr.load_rules(path)

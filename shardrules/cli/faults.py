@@ -1,0 +1,73 @@
+"""The faults of a plan: one wrong size shows in many arrays, and in an optimizer's state again."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import attrs
+
+from shardrules.core.finding import Finding, merged, shape_text
+
+STATE = "optimizer"
+"""What the paths of an optimizer's state begin with."""
+
+_SHOWN = 3
+"""How many further arrays a fault names. Chosen by hand: a line stays a line."""
+
+
+def faults(findings: Iterable[Finding], state: Iterable[Finding] = ()) -> tuple[Finding, ...]:
+    """Returns the findings of a plan and of its optimizer's state, one for each fault, with the arrays counted.
+
+    Dimensions of one size that one axis does not divide are one fault. What a state has of its weights counts with
+    them. What JAX would make of a spec that does not divide is left out: the spec has to change.
+
+    ```python
+    from shardrules.cli.faults import faults
+    from shardrules.core.check import check_spec
+
+    up = list(check_spec("up", (8, 6), P(None, "model"), {"model": 4}))
+    mu = list(check_spec("optimizer/0/mu/up", (8, 6), P(None, "model"), {"model": 4}))
+    assert [(fault.path, fault.count) for fault in faults(up, mu)] == [("up", 2)]
+    ```
+    """
+    groups: dict[object, list[Finding]] = {}
+    for finding in _with_moments(merged(_without_weaker(findings)), merged(_without_weaker(state))):
+        groups.setdefault(_fault(finding), []).append(finding)
+    return tuple(group[0] if len(group) == 1 else _joined(group) for group in groups.values())
+
+
+def _without_weaker(findings: Iterable[Finding]) -> Iterator[Finding]:
+    return (finding for finding in findings if finding.code != "weakened")
+
+
+def _with_moments(findings: Sequence[Finding], state: Sequence[Finding]) -> Iterator[Finding]:
+    """Yields findings, with those of a state about copies of their arrays counted in, and then the others."""
+    rest = list(state)
+    for finding in findings:
+        copies = [other for other in rest if _is_copy(other, finding)]
+        rest = [other for other in rest if other not in copies]
+        count = sum(copy.count for copy in copies) if finding.path else 0  # what has no path is of no arrays
+        yield attrs.evolve(finding, count=finding.count + count)
+    yield from rest
+
+
+def _is_copy(other: Finding, finding: Finding) -> bool:
+    """Whether a finding is the same about an array of the state that mirrors the other's."""
+    if attrs.evolve(other, path=finding.path, count=finding.count) != finding:
+        return False
+    return other.path == STATE if not finding.path else f"{other.path}/".endswith(f"/{finding.path}/")
+
+
+def _fault(finding: Finding) -> object:
+    """What findings of one fault have in common."""
+    if finding.code != "indivisible" or finding.shape is None or finding.dim is None:
+        return finding
+    # The message names the axes and their size: "Array shape (8, 6) not divisible by mesh axis model size 4: ..."
+    axes = finding.message.partition(" not divisible by ")[2].partition(":")[0]
+    return finding.code, finding.shape[finding.dim], axes
+
+
+def _joined(group: Sequence[Finding]) -> Finding:
+    first, *others = group
+    named = [f"dimension {other.dim} of {other.path} {shape_text(other.shape or ())}" for other in others[:_SHOWN]]
+    more = len(others) - _SHOWN
+    also = ", ".join([*named, f"{more} more"] if more > 0 else named)
+    return attrs.evolve(first, message=f"{first.message}; also {also}", count=sum(each.count for each in group))

@@ -1,0 +1,113 @@
+"""The leaves of a batch as arrays: what data loaders hand out is not always numpy's."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardrules.core.errors import printable
+from shardrules.core.finding import Finding
+from shardrules.core.spec import device_dtype
+from shardrules.core.tree import array_kind
+from shardrules.placement.source import ArraySource
+
+STACK_NOTE = "Each array of a list is placed by itself; stack the rows of a batch into one array first: np.stack(rows)"
+
+_REMEDY = "Pass a numpy array, or keep it out of the batch"
+
+
+def is_rows(node: Any) -> bool:
+    """Whether a node of a batch is a list of numbers or of rows of numbers: one array, written as lists."""
+    return isinstance(node, list) and all(map(_is_row, node)) and any(map(_has_number, node))
+
+
+def has_equal_parts(batch: Any) -> bool:
+    """Whether a batch has a list of equal parts with arrays, as loaders hand out that do not stack their rows."""
+    lists = [node for node in jax.tree.leaves(batch, is_leaf=_is_list) if _is_list(node)]
+    return any(len(parts) > 1 and len({_structure(part) for part in parts}) == 1 for parts in lists)
+
+
+def as_array(value: Any) -> Any:
+    """Returns a leaf of a batch as it is placed, numbers and functions as they are, or why it cannot be placed.
+
+    ```python
+    from shardrules.placement.batches.values import as_array
+
+    assert as_array([[1, 2], [3, 4]]).shape == (2, 2)
+    assert as_array(0.5) == 0.5
+    assert as_array("train").code == "not-array"
+    ```
+    """
+    if why := _not_local(value):
+        return Finding("error", "not-local", why, "", "Pass this process's part as a numpy array", value.shape)
+    if isinstance(value, jax.Array) or _is_number(value) or isinstance(value, type):
+        return value
+    try:
+        array = _rows(value) if isinstance(value, list) else _host_array(value)
+    except Exception as error:  # noqa: BLE001  other libraries' values raise errors of their own
+        return _not_array(value, f"it cannot be read: {type(error).__name__}: {printable(str(error))}")
+    if array is None:
+        return value if callable(value) else _not_array(value, "it has neither __array__ nor __dlpack__")
+    if array_kind(array) is None:
+        return _not_array(value, f"{array.dtype} is not a dtype of JAX")
+    return array
+
+
+def _is_row(node: Any) -> bool:
+    return node is None or _is_number(node) or (isinstance(node, list | tuple) and all(map(_is_row, node)))
+
+
+def _has_number(node: Any) -> bool:
+    return any(map(_has_number, node)) if isinstance(node, list | tuple) else _is_number(node)
+
+
+def _is_number(node: Any) -> bool:
+    return isinstance(node, bool | int | float | complex | np.number | np.bool_)
+
+
+def _is_list(node: Any) -> bool:
+    return isinstance(node, list)
+
+
+def _structure(part: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(part)
+    return treedef, tuple(map(array_kind, leaves))
+
+
+def _rows(rows: list[Any]) -> np.ndarray:
+    """Returns the array that lists of numbers stand for."""
+    array = np.asarray(rows)
+    if array.dtype == object:
+        raise ValueError("its rows hold None, or integers beyond 64 bits")
+    if array.dtype.kind in "iu" and not (array.astype(device_dtype(array.dtype)) == array).all():
+        raise OverflowError(
+            f"{device_dtype(array.dtype)} does not hold its integers; set jax_enable_x64, or use floats"
+        )
+    return array
+
+
+def _host_array(value: Any) -> Any:
+    """Returns the values of an array of any library, where possible without a copy; `None` for anything else."""
+    has_array, has_dlpack = hasattr(value, "__array__"), hasattr(value, "__dlpack__")
+    try:
+        if has_array:
+            return np.asarray(value)
+        return np.from_dlpack(value) if has_dlpack else None
+    except Exception:
+        if not has_dlpack:
+            raise
+    return np.asarray(jax.numpy.from_dlpack(value))  # of dtypes that numpy lacks, and on other devices
+
+
+def _not_array(value: Any, why: str) -> Finding:
+    return Finding("error", "not-array", f"expected an array, got {printable(f'{value!r:.60}')}; {why}", "", _REMEDY)
+
+
+def _not_local(value: Any) -> str:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return "it has a shape and no values"
+    if isinstance(value, ArraySource):
+        return "it is an ArraySource, which filter_shard reads"
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return "it is placed over several processes already"
+    return ""
