@@ -189,6 +189,18 @@ class DoesNotFitError(ShardRulesError, MemoryError):
 
 
 @final
+@attrs.frozen(str=False)
+class CompileError(ShardRulesError, RuntimeError):
+    """A program at which a compiler fails, for other reasons than its size: the `message` has the compiler's words.
+
+    `flag` is the compiler's flag that avoids it, as `"xla_gpu_enable_triton_gemm=false"`; empty where none is known.
+    """
+
+    message: str
+    flag: str = ""
+
+
+@final
 class ProgramTextError(ShardRulesError, ValueError):
     """Text that is not a program as XLA prints them."""
 

@@ -5,7 +5,6 @@ deadline; findings are made from what the searches returned.
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -111,9 +110,7 @@ def autoplan(
     check_mesh(mesh)
     query = read_query(fn, args, mesh, options)
     query.check_possible()
-    # If the compiler is to decide what fits, the first plan it is asked about is the fastest of all.
-    first = query if not prove else attrs.evolve(query, limit_bytes=sys.maxsize)
-    return answer_query(query, first.search(deadline.share(2) if prove else deadline), deadline)
+    return answer_query(query, query.search(deadline), deadline)
 
 
 def _best_mesh(
@@ -177,7 +174,7 @@ def answer_query(query: Query, result: SearchResult, deadline: Deadline) -> Auto
 
 
 def _findings(query: Query, plan: AutoPlan, costs: PinCosts) -> Iterator[Finding]:
-    if not plan.compiled:  # what was compiled has findings already
+    if not plan.is_compiled:  # what was compiled has findings already
         if not plan.fits:
             yield may_not_fit(query.call, query.limit_bytes, plan.peak_bytes, list(query.pinned), costs)
         elif plan.result.fits and not plan.result.is_tight and plan.result.peak_bytes > query.limit_bytes:

@@ -114,7 +114,7 @@ class AutoPlan:
     candidates: tuple[Candidate, ...] = ()
     """The meshes that were tried, the best first, if a device count was given."""
     compiled: tuple[CompiledPlan, ...] = ()
-    """What was compiled with `prove=True`, in that order: this plan, and others."""
+    """What was compiled with `prove=True`, in that order: this plan, unless the compiler failed at it, and others."""
 
     @property
     def choice(self) -> tuple[int, ...]:
@@ -195,6 +195,11 @@ class AutoPlan:
     def wire_bytes(self) -> int:
         """What a device sends in one call."""
         return sum(self.sent_bytes.values())
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the plan itself was compiled with `prove`."""
+        return any(trial.is_chosen for trial in self.compiled)
 
     @functools.cached_property
     def peak_bytes(self) -> int:
@@ -389,7 +394,7 @@ class AutoPlan:
             f"{self._status_text()}, found in {self.seconds:.1f} s"
         )
         sent = ", ".join(f"{kind} {bytes_text(sent)}" for kind, sent in self.sent_bytes.items() if sent)
-        source = " as compiled" if self.compiled else ""
+        source = " as compiled" if self.is_compiled else ""
         host = f" and {bytes_text(on_host)} of the host" if on_host else ""
         memory = f"{bytes_text(self.peak_bytes)}{source} of {bytes_text(self.memory_limit)}{host}"
         yield f"memory {memory}; on the wire {sent or 'nothing'}"
@@ -402,7 +407,7 @@ class AutoPlan:
 
     def _status_text(self) -> str:
         if not self.fits:
-            return f"{'does' if self.compiled else 'may'} not fit"
+            return f"{'does' if self.is_compiled else 'may'} not fit"
         if not self.result.fits:  # the search counted more than is compiled, and took what needs least
             return "feasible, the plan with the least memory"
         return (
