@@ -88,8 +88,10 @@ def plan_training(
     - `hardware`: what the devices reach; by default the sheet of the cluster.
     - `time_limit`: the seconds that planning may take. If it is reached, the best plan so far is returned, with a
         finding.
-    - `prove`: how many plans to compile, which takes up to minutes each, so that the compiler decides what fits. The
-        best of them is returned; where none fits, others are searched for that leave more room.
+    - `prove`: how many plans to compile, which takes up to minutes each, so that the compiler decides what fits: first
+        the plan that is returned without it, and the fastest of all, beside these, whatever the model of memory says of
+        it. The fastest that fits is returned; where none does, others are searched for that leave more room. A plan
+        that the compiler fails at is returned only if nothing else is proved to fit.
     - `progress`: called with a line of text for each step that is planned.
 
     **Returns:**
@@ -130,6 +132,8 @@ def plan_training(
             raise ConfigTypeError(f"{argument} must be a function, got {printable(repr(value)):.80}")
     deadline = Deadline.after(time_limit)
     devices = Cluster.of(cluster, hardware)
+    if prove:
+        devices.compile_target().devices()  # without its compiler, nothing has to be searched for
     if host_memory is not None and read_bytes("host_memory", host_memory) and devices.hardware.is_cpu:
         raise ConfigError(f"host_memory is {host_memory!r}, but CPU devices have no memory of a host besides their own")
     model, batch = _shapes(model), _shapes(batch)

@@ -6,8 +6,9 @@ which file holds which tensor. Files come from strangers, so nothing in them is 
 anything is read, and an index names files in its own folder.
 """
 
+import collections
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PureWindowsPath
 from typing import Any, TypeAlias, final
 
@@ -53,6 +54,9 @@ read more before it is refused; halved, nothing that exists is."""
 
 _MOST_DIMS = 32
 """What numpy arrays have at most."""
+
+_MOST_SIZE = 2**63
+"""The sizes and offsets of files are below it."""
 
 _MOST_PROBLEMS = 8
 """How many findings there are about one file: a damaged header may be wrong at every tensor. Doubled, they fill another
@@ -122,17 +126,17 @@ def read_headers(path: Path, *, whole: bool = True) -> Safetensors:
     tensors: dict[str, FileTensor] = {}
     files, index, problems = _files(path)
     for file in files:
-        header, file_problems = _read_header(file, whole)
+        arrays, located, file_problems = _read_header(file, whole)
         problems += file_problems
-        for name, (array, tensor) in header.items():
-            if name in index and index[name] != file:
-                continue  # the index says which of several files counts
-            if name in stored:
-                remedy = "write an index that says which one counts"
-                problems.append(_problem(file, f"{name!r} is in another file too", remedy))
-            stored[name] = array
-            if tensor is not None:
-                tensors[name] = tensor
+        if index:  # it says which of several files counts
+            arrays = {name: array for name, array in arrays.items() if name not in index or index[name] == file}
+            located = {name: located[name] for name in arrays if name in located}
+        if not stored.keys().isdisjoint(arrays):
+            remedy = "write an index that says which one counts"
+            twice = [name for name in arrays if name in stored]
+            problems += [_problem(file, f"{name!r} is in another file too", remedy) for name in twice]
+        stored |= arrays
+        tensors |= located
     return Safetensors(stored, tensors, [*problems, *_missing(index, stored, problems)])
 
 
@@ -246,8 +250,11 @@ def _read_text(path: Path) -> bytes:
     return path.read_bytes().removeprefix(b"\xef\xbb\xbf")
 
 
-def _read_header(path: Path, whole: bool) -> tuple[dict[str, tuple[StoredArray, FileTensor | None]], list[Finding]]:
-    """Returns what a file holds, and what is wrong with it."""
+_Header: TypeAlias = tuple[dict[str, StoredArray], dict[str, FileTensor], list[Finding]]
+"""What a file holds, where each tensor is whose dtype arrays can have, and what is wrong with the file."""
+
+
+def _read_header(path: Path, whole: bool) -> _Header:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -257,35 +264,41 @@ def _read_header(path: Path, whole: bool) -> tuple[dict[str, tuple[StoredArray, 
             # As lengths, these are all longer than the files that begin so, or than the limit.
             for magic, (message, remedy) in _FORMATS.items():
                 if (begin > size or length > MOST_HEADER_BYTES) and start.startswith(magic):
-                    return {}, [_problem(path, message, remedy)]
+                    return {}, {}, [_problem(path, message, remedy)]
             if size < 8 or begin > size:
                 message = f"it has {size} bytes, and its header alone would end at byte {begin}"
-                return {}, [_problem(path, message, _COPY)]
+                return {}, {}, [_problem(path, message, _COPY)]
             if length > MOST_HEADER_BYTES:
                 message = (
                     f"its header would take {bytes_text(length)}, and the format allows {MOST_HEADER_BYTES:,} bytes"
                 )
-                return {}, [_problem(path, message, "it is damaged, or not a safetensors file; " + _COPY)]
+                return {}, {}, [_problem(path, message, "it is damaged, or not a safetensors file; " + _COPY)]
             text = file.read(length)
         entries = _entries(text)
     except _BrokenError as error:
-        return {}, [_problem(path, f"its header cannot be read: {error}", _COPY)]
+        return {}, {}, [_problem(path, f"its header cannot be read: {error}", _COPY)]
     except OSError as error:
-        return {}, [_problem(path, f"cannot be read: {error.strerror or error}")]
+        return {}, {}, [_problem(path, f"cannot be read: {error.strerror or error}")]
     # A damaged file may still have a header that can be read: offsets must fill the file exactly.
     messages = list(_offset_problems(entries, size - begin if whole else None))
-    arrays: dict[str, tuple[StoredArray, FileTensor | None]] = {}
+    arrays: dict[str, StoredArray] = {}
+    tensors: dict[str, FileTensor] = {}
+    # Layers repeat, so that there are few kinds of arrays in headers of a million.
+    kinds: dict[tuple[str, tuple[int, ...]], StoredArray] = {}
     for name, (dtype_name, shape, start, end) in entries.items():
-        dtype = np.dtype(DTYPES[dtype_name]) if dtype_name in DTYPES else None
-        array = StoredArray(shape, dtype, dtype_name)
-        tensor = None if dtype is None else FileTensor(path, begin + start, shape, dtype)
-        if tensor is not None and tensor.nbytes != end - start:
-            messages.append(f"{name!r}, {array}, takes {tensor.nbytes} bytes, not the {end - start} it has")
-        arrays[name] = array, tensor
+        array = kinds.get((dtype_name, shape))
+        if array is None:
+            dtype = np.dtype(DTYPES[dtype_name]) if dtype_name in DTYPES else None
+            array = kinds[dtype_name, shape] = StoredArray(shape, dtype, dtype_name)
+        arrays[name] = array
+        if array.dtype is not None:
+            tensors[name] = tensor = FileTensor(path, begin + start, shape, array.dtype)
+            if tensor.nbytes != end - start:
+                messages.append(f"{name!r}, {array}, takes {tensor.nbytes} bytes, not the {end - start} it has")
     problems = [_problem(path, message, _COPY) for message in messages[:_MOST_PROBLEMS]]
     if len(messages) > _MOST_PROBLEMS:
         problems.append(_problem(path, f"and {len(messages) - _MOST_PROBLEMS} more problems of this kind", _COPY))
-    return arrays, problems
+    return arrays, tensors, problems
 
 
 _Entry: TypeAlias = tuple[str, tuple[int, ...], int, int]
@@ -293,7 +306,12 @@ _Entry: TypeAlias = tuple[str, tuple[int, ...], int, int]
 
 def _entries(text: bytes) -> dict[str, _Entry]:
     """Returns the dtype, the shape and the offsets of each tensor in a header."""
-    return {name: _entry(name, entry) for name, entry in _table(text).items() if name != "__metadata__"}
+    table = _table(text)
+    table.pop("__metadata__", None)
+    if b"\\u" in text:
+        for name in table:
+            _check_name(name)
+    return {name: _entry(name, entry) for name, entry in table.items()}
 
 
 def _table(text: bytes) -> dict[str, Any]:
@@ -314,12 +332,11 @@ def _table(text: bytes) -> dict[str, Any]:
     return table
 
 
-def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in result:
-            raise _BrokenError(f"{name!r:.80} is in it twice")
-        result[name] = value
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        counts = collections.Counter(name for name, _ in pairs)
+        raise _BrokenError(f"{counts.most_common(1)[0][0]!r:.80} is in it twice")
     return result
 
 
@@ -332,32 +349,43 @@ def _check_name(name: str) -> None:
 
 def _entry(name: str, entry: Any) -> _Entry:
     """Returns the dtype, the shape and the offsets of a tensor from its JSON."""
-    _check_name(name)
+    try:
+        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        # Headers have up to a million entries, so that those that hold nothing wrong are checked in a few operations.
+        if type(start) is type(end) is int and 0 <= start <= end < _MOST_SIZE and dtype.isidentifier():
+            if type(shape) is list and len(shape) <= _MOST_DIMS and all(map(_is_size, shape)):
+                return dtype, tuple(shape), start, end
+    except (AttributeError, KeyError, TypeError, ValueError):
+        pass
+    raise _BrokenError(f"{name!r:.80} {_fault(entry)}")
+
+
+def _fault(entry: Any) -> str:
+    """Returns what is wrong with the JSON of a tensor."""
     keys = ("dtype", "shape", "data_offsets")
     if not isinstance(entry, dict):
-        raise _BrokenError(f"{name!r:.80} is {entry!r:.40}, not a table with {', '.join(keys)}")
+        return f"is {entry!r:.40}, not a table with {', '.join(keys)}"
     for key in keys:
         if key not in entry:
-            raise _BrokenError(f"{name!r:.80} has no {key}")
+            return f"has no {key}"
     dtype, shape, offsets = (entry[key] for key in keys)
     if not isinstance(dtype, str) or not dtype.isidentifier():
-        raise _BrokenError(f"{name!r:.80} has the dtype {dtype!r:.40}, which is not one")
+        return f"has the dtype {dtype!r:.40}, which is not one"
     if not isinstance(shape, list) or len(shape) > _MOST_DIMS or not all(map(_is_size, shape)):
-        raise _BrokenError(f"{name!r:.80} has the shape {shape!r:.60}, which is not one")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)) or offsets[0] > offsets[1]:
-        raise _BrokenError(f"{name!r:.80} has the data_offsets {offsets!r:.60}, which are not two ascending ones")
-    return dtype, tuple(shape), offsets[0], offsets[1]
+        return f"has the shape {shape!r:.60}, which is not one"
+    return f"has the data_offsets {offsets!r:.60}, which are not two ascending ones"
 
 
 def _is_size(value: Any) -> bool:
     # JSON's true is an integer in Python; and the product of sizes beyond those of files can be too long to print.
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    return type(value) is int and 0 <= value < _MOST_SIZE
 
 
 def _offset_problems(entries: Mapping[str, _Entry], size: int | None) -> Iterator[str]:
     """Yields what is wrong with offsets: tensors must fill the bytes after the header without gaps."""
     previous_end, previous = 0, ""
-    for start, end, name in sorted((start, end, name) for name, (_, _, start, end) in entries.items()):
+    spans = [(start, end, name) for name, (_, _, start, end) in entries.items()]
+    for start, end, name in sorted(spans):
         if start < previous_end:
             yield f"{name!r} begins at byte {start} of the data, before {previous!r} ends at byte {previous_end}"
         elif start > previous_end:

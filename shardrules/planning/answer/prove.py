@@ -10,7 +10,8 @@ and there is time. The answer is the cheapest plan that the compiler says fits.
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import attrs
@@ -44,7 +45,7 @@ _GAIN = 0.01
 """By what part a plan has to cost less than one that fits to be compiled although it is expected not to fit. With a
 tenth of it, compilers work for minutes for less than the model of costs can tell."""
 
-_LONGER = 1.25
+LONGER = 1.25
 """How many times as long as the slowest so far another plan may take to compile. With 1, every other that is started
 last ends after its time; with 2, the last is often not compiled that there is time for."""
 
@@ -99,8 +100,8 @@ class _Compilations:
     """By choice, in the order in which they were compiled."""
     failures: dict[tuple[int, ...], str] = attrs.field(factory=dict)
     """By choice, what the compiler failed at, and its words."""
-    flags: dict[str, int] = attrs.field(factory=dict)
-    """Flags without which the compiler fails, and how many plans were compiled with each."""
+    flags: dict[tuple[int, ...], str] = attrs.field(factory=dict)
+    """By choice, the flag without which the compiler fails at it."""
     fastest: SearchResult = attrs.field(default=attrs.Factory(lambda self: self.plan.result, takes_self=True))
     """The plan without a limit of memory; as long as none is known that is faster, the one that fits by the model."""
     choices: dict[tuple[int, ...], None] = attrs.field(factory=dict)
@@ -112,7 +113,7 @@ class _Compilations:
         """Compiles as many plans as there is time for, and returns the best."""
         is_done = not self.is_late
         if is_done:
-            self.compile(self.plan.task, self.plan.choice, self.plan.result)
+            self.compile_as_is(self.plan.result)
             is_done = self.compile_fastest() and self.compile_others()
         trials = [trial for _, trial in self.compiled.values()]
         if not any(map(self.fits, trials)) and self.plan.choice not in self.compiled and (self.plan.fits or not trials):
@@ -122,7 +123,7 @@ class _Compilations:
             return attrs.evolve(self.plan, compiled=tuple(trials), findings=(finding, *self.failed))
         best, chosen = min(self.compiled.values(), key=self.rank)
         trials = [attrs.evolve(trial, is_chosen=trial is chosen) for trial in trials]
-        findings = () if is_done else (_cut_short(len(trials)),)
+        findings = () if is_done else (cut_short(len(trials)),)
         if not self.fits(chosen):
             findings = (_does_not_fit(self.plan, trials, not is_done),)
         return attrs.evolve(best, compiled=tuple(trials), findings=(*findings, *self.failed))
@@ -131,7 +132,7 @@ class _Compilations:
     def failed(self) -> Iterator[Finding]:
         """Findings on what the compiler failed at."""
         count = len(self.compiled) + len(self.failures)
-        return failure_findings([*self.failures.values()], count, self.flags)
+        return failure_findings([*self.failures.values()], [*self.flags.values()], count)
 
     def compile_fastest(self) -> bool:
         """Compiles the fastest plan of all, if that is another; returns whether there was time for it."""
@@ -151,7 +152,7 @@ class _Compilations:
             return True
         if self.is_late:
             return False
-        self.compile(task, choice, fastest)
+        self.compile_as_is(fastest)
         return True
 
     def compile_others(self) -> bool:
@@ -172,7 +173,7 @@ class _Compilations:
                 break
             if self.is_late:
                 return False
-            self.compile(task, choice, result)
+            self.compile(self.limited(task, choice, result))
             last = choice if choice in self.compiled else last
         return True
 
@@ -188,7 +189,7 @@ class _Compilations:
     @property
     def search_deadline(self) -> Deadline:
         """When another search has to end: in half of the time that is left beside compiling once more."""
-        return self.deadline.earlier(_LONGER * self.longest_seconds).share(2)
+        return self.deadline.earlier(LONGER * self.longest_seconds).share(2)
 
     @property
     def is_late(self) -> bool:
@@ -196,7 +197,7 @@ class _Compilations:
 
         Of the first it is unknown how long it takes.
         """
-        return self.deadline.seconds_left <= _LONGER * self.longest_seconds
+        return self.deadline.seconds_left <= LONGER * self.longest_seconds
 
     @property
     def has_fitting(self) -> bool:
@@ -216,7 +217,7 @@ class _Compilations:
         # The fastest of all is compiled even where the model says that it is far too large.
         is_beyond = self.fastest.choice != self.plan.choice and self.fastest.choice in self.compiled
         room = _ROOM * max(1, len(self.compiled) - is_beyond)
-        if self.deadline.seconds_left < 2 * _LONGER * self.longest_seconds:
+        if self.deadline.seconds_left < 2 * LONGER * self.longest_seconds:
             room = max(room, _LAST_ROOM)
         return limit * (1 - room)
 
@@ -280,36 +281,51 @@ class _Compilations:
             if not self.fits(trial)
         )
 
-    def compile(self, task: Task, choice: tuple[int, ...], result: SearchResult) -> None:
-        """Compiles a choice; `result` is of the last search, which may have found another.
+    def compile_as_is(self, result: SearchResult) -> None:
+        """Compiles a plan just as it is returned without `prove`; if it does not fit, with the limit passed on, too.
 
-        The plan that fits by the model is compiled just as it is returned without `prove`.
+        Compilers mostly save memory then, but with a little less than they need, they may take more.
         """
-        plan = self.plan
-        if choice != plan.choice or not plan.result.fits:
-            # A compiled function passes its limit on to the compiler unless the model says that more is needed.
-            task = self.fitted(task, choice)
-            result = attrs.evolve(task.with_choice(result, choice), fits=True, is_tight=False)
-            plan = attrs.evolve(plan, task=task, result=result)
-        owners = self.plan.call.argument_indices
-        donated = sorted(dict.fromkeys(owners[index] for index in self.plan.call.feedback.values()))
+        plan = attrs.evolve(self.plan, result=result)
+        self.compile(plan)
+        if plan.choice not in self.compiled or self.fits(self.compiled[plan.choice][1]) or self.is_late:
+            return
+        limited = self.limited(plan.task, plan.choice, result)
+        if limited.jit(self.fn).compiler_options(self.mesh) != plan.jit(self.fn).compiler_options(self.mesh):
+            self.compile(limited)
+
+    def limited(self, task: Task, choice: tuple[int, ...], result: SearchResult) -> AutoPlan:
+        """Returns the plan of a choice that passes the limit on to the compiler, as if it fitted by the model.
+
+        `result` is of the last search, which may have found another choice.
+        """
+        task = self.fitted(task, choice)
+        result = attrs.evolve(task.with_choice(result, choice), fits=True, is_tight=False)
+        return attrs.evolve(self.plan, task=task, result=result)
+
+    def compile(self, plan: AutoPlan) -> None:
+        """Compiles a plan; of one choice, the one that needs less is kept."""
+        choice, owners = plan.choice, plan.call.argument_indices
+        donated = sorted(dict.fromkeys(owners[index] for index in plan.call.feedback.values()))
         start = time.monotonic()
         try:
             with jax.set_mesh(self.mesh), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-                memory = compiled_memory(plan.jit(self.fn, donate_argnums=donated).lower(*self.plan.args), self.mesh)
+                memory = compiled_memory(plan.jit(self.fn, donate_argnums=donated).lower(*plan.args), self.mesh)
             peak_bytes = memory.peak_bytes
             if memory.flag:
-                self.flags[memory.flag] = self.flags.get(memory.flag, 0) + 1
+                self.flags[choice] = memory.flag
         except DoesNotFitError as error:  # the compiler for TPUs gives up on what is far too large
             peak_bytes = max(error.needed_bytes, self.plan.memory_limit + 1)
         except Exception as error:  # noqa: BLE001  whatever a compiler does, no search is lost
-            self.failures[choice] = failure_text(error)
+            if choice not in self.compiled:
+                self.failures[choice] = failure_text(error)
             return
         finally:
             self.longest_seconds = max(self.longest_seconds, time.monotonic() - start)
         modelled = self.plan.task.compiled_peak(choice)
-        self.compiled[choice] = plan, CompiledPlan(plan.step_time.seconds, int(modelled), peak_bytes)
+        if choice not in self.compiled or peak_bytes < self.compiled[choice][1].peak_bytes:
+            self.compiled[choice] = plan, CompiledPlan(plan.step_time.seconds, int(modelled), peak_bytes)
 
     def fitted(self, task: Task, choice: tuple[int, ...]) -> Task:
         """Returns the task with such a factor that a choice fits, if arguments leave room for anything."""
@@ -346,21 +362,20 @@ def failure_text(error: Exception) -> str:
     return line if isinstance(error, ShardRulesError) else f"{type(error).__name__}: {line}"
 
 
-def failure_findings(failures: Sequence[str], count: int, flags: Mapping[str, int]) -> Iterator[Finding]:
-    """Yields what compilers failed at, of so many plans, and which flags they were given not to."""
+def failure_findings(failures: Sequence[str], flags: Sequence[str], count: int) -> Iterator[Finding]:
+    """Yields what compilers failed at, of so many plans, and the flags that they were given not to."""
     if failures:
-        # Others have the same words, mostly.
         yield Finding(
             "warning",
             "compiler-failed",
             f"the compiler failed at {len(failures)} of {count} plans, of which nothing is proved: {failures[0]}",
         )
-    for flag, flag_count in flags.items():
+    for flag, flag_count in Counter(flags).items():
         yield Finding(
             "note",
             "compiled-with-flag",
             f"the compiler fails at {flag_count} of {count} plans without --{flag}, and compiled them with it",
-            remedy=f"Audit the plan with --{flag}, too",
+            remedy=f"Pass --{flag} to audit them, too",
         )
 
 
@@ -376,7 +391,8 @@ def _does_not_fit(plan: AutoPlan, trials: Sequence[CompiledPlan], is_cut: bool) 
     )
 
 
-def _cut_short(count: int) -> Finding:
+def cut_short(count: int) -> Finding:
+    """Returns the finding that there was no time to compile more plans than so many."""
     counted = "1 plan was" if count == 1 else f"{count} plans were"
     return Finding(
         "note",
