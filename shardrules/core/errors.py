@@ -7,10 +7,18 @@ Every error survives pickling between processes: all its arguments are in `args`
 import difflib
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import final
 
 import attrs
+
+MOST_LISTED = 20
+"""How many faults a text lists, of trees that may have a million leaves. Chosen by hand: doubled, the first ones, which
+mostly have the same cause, leave the screen; halved, a second cause is often among those that are left out."""
+
+_MOST_CHARACTERS = 20_000
+"""How many characters of an error are printed, which may quote names and values of any length. Chosen by hand: more
+than `MOST_LISTED` long paths with their remedies take, and few enough for a log."""
 
 
 class ShardRulesError(Exception):
@@ -18,7 +26,22 @@ class ShardRulesError(Exception):
 
     def __str__(self) -> str:
         # KeyError would print the repr of its argument: one line of escaped newlines.
-        return printable_text(str(self.args[0])) if self.args else ""
+        text = str(self.args[0]) if self.args else ""
+        more = len(text) - _MOST_CHARACTERS
+        return printable_text(text[:_MOST_CHARACTERS] + (f" ... and {more:,} more characters" if more > 0 else ""))
+
+
+def shortened(lines: Sequence[str], most: int = MOST_LISTED) -> list[str]:
+    """Returns the first lines, and how many more there are.
+
+    ```python
+    from shardrules.core.errors import shortened
+
+    assert shortened(["a", "b", "c"], 1) == ["a", "and 2 more"]
+    ```
+    """
+    more = len(lines) - most
+    return [*lines[:most], *([f"and {more:,} more"] if more > 0 else [])]
 
 
 @final

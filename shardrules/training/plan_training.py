@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from shardrules.analysis.compiling.compile import name_of
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, PlanError, printable
+from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, PlanError, printable, shortened
 from shardrules.core.fields import read_bytes
 from shardrules.core.rule import ShardingRule
 from shardrules.core.tree import array_kind
@@ -180,7 +180,7 @@ def _check_outcomes(search: TrainingSearch, name: str) -> None:
     cluster = search.problem.cluster.name
     if not lines:
         lines = [f"{search.stages} stages: {search.why_no_stages}"]
-    text = f"{name} cannot be trained on {cluster}: no mesh can be planned for:\n  " + "\n  ".join(lines)
+    text = f"{name} cannot be trained on {cluster}: no mesh can be planned for:\n  " + "\n  ".join(shortened(lines))
     needed = [outcome.peak_bytes for outcome in refusals if outcome.peak_bytes]
     if needed:
         raise DoesNotFitError(f"{text}\nEvery plan needs {bytes_text(min(needed))} or more", min(needed))

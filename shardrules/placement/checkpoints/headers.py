@@ -352,9 +352,10 @@ def _entry(name: str, entry: Any) -> _Entry:
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         # Headers have up to a million entries, so that those that hold nothing wrong are checked in a few operations.
-        if type(start) is type(end) is int and 0 <= start <= end < _MOST_SIZE and dtype.isidentifier():
-            if type(shape) is list and len(shape) <= _MOST_DIMS and all(map(_is_size, shape)):
-                return dtype, tuple(shape), start, end
+        is_span = type(start) is type(end) is int and 0 <= start <= end < _MOST_SIZE
+        is_shape = type(shape) is list and len(shape) <= _MOST_DIMS and all(map(_is_size, shape))
+        if is_span and is_shape and dtype.isidentifier():
+            return dtype, tuple(shape), start, end
     except (AttributeError, KeyError, TypeError, ValueError):
         pass
     raise _BrokenError(f"{name!r:.80} {_fault(entry)}")

@@ -19,7 +19,7 @@ from shardrules.core.rule import ShardingPlan, SpecTreeShardingRule
 from shardrules.core.spec import spec_repr
 from shardrules.core.tree import array_kind
 from shardrules.core.views.diff import Placements, PlanDiff
-from shardrules.core.views.table import aligned
+from shardrules.core.views.table import MOST_ROWS, aligned
 from shardrules.planning.answer.diff import AutoPlanDiff
 from shardrules.planning.answer.explain import (
     Alternative,
@@ -423,7 +423,8 @@ class AutoPlan:
         rows = [("argument", "shape", "spec")]
         for (pattern, shape, spec), paths in similar.items():
             rows.append((paths[0] if len(paths) == 1 else f"{pattern}  x{len(paths)}", shape, spec))
-        return aligned(rows)
+        more = len(rows) - 1 - MOST_ROWS
+        return [*aligned(rows[: MOST_ROWS + 1]), *([f"and {more:,} more: plan.plan.table() has all"] * (more > 0))]
 
     def _candidate_table(self) -> list[str]:
         rows = [("mesh", "time", "memory")]
