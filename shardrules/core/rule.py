@@ -1088,7 +1088,7 @@ class ShardingPlan:
         return rows(self.survey.templates(), self.kinds, self.decisions, self.counts, self.mesh)
 
     def table(self, most: int | None = None) -> str:
-        """Returns what the plan prints, with all rows of its table or at most so many.
+        """Returns what the plan prints, with all rows of its table; with `most`, at most so many.
 
         ```python
         plan = sr.DimShardingRule("data", 0).plan({"a": np.ones((8, 4)), "b": np.ones(8)}, sr.mesh_shape("data:4"))

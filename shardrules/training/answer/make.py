@@ -40,11 +40,11 @@ def proved_plan(search: TrainingSearch, count: int) -> TrainingPlan:
     It compiles the plan that is returned without proof, then the fastest of all, whatever the model says of its memory,
     then others of the best few, and more if none of them fits.
     """
-    own = search.best or search.smallest
-    assert own is not None, "something was planned"
+    plain = search.best or search.smallest
+    assert plain is not None, "something was planned"
     proofs = Proofs(search.problem, search.deadline, search.progress)
-    proofs.add(own)
-    fastest = fastest_of_all(search, own)
+    proofs.add(plain)
+    fastest = fastest_of_all(search, plain)
     while fastest and not proofs.add(fastest.pop(0)):
         pass
     for _ in range(_MOST_SEARCHES):
@@ -53,7 +53,7 @@ def proved_plan(search: TrainingSearch, count: int) -> TrainingPlan:
             proofs.add(outcome)
         if proofs.fits or search.is_over or not proofs.factor or not search_again(search, proofs.factor):
             break
-    chosen = proofs.best(own)
+    chosen = proofs.best(plain)
     return training_plan(search, chosen, proofs)
 
 

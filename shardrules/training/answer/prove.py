@@ -111,14 +111,14 @@ def prove_outcome(problem: TrainingProblem, outcome: Outcome) -> ProvedPlan:
     )
 
 
-def fastest_of_all(search: TrainingSearch, own: Outcome) -> list[Outcome]:
+def fastest_of_all(search: TrainingSearch, plain: Outcome) -> list[Outcome]:
     """Returns the plan that is fastest without a limit of memory: as it is, and with the limit for the compiler.
 
-    There is none if it is `own`, or if its arguments alone are too large: only what else it needs is modelled.
+    There is none if it is `plain`, or if its arguments alone are too large: only what else it needs is modelled.
     """
     planned = [outcome for outcome in (*search.free.values(), *search.columns.values()) if outcome.result is not None]
     fastest = min(planned, key=lambda outcome: outcome.seconds, default=None)
-    if fastest is None or (own.fits and fastest.seconds >= own.seconds):
+    if fastest is None or (plain.fits and fastest.seconds >= plain.seconds):
         return []
     limit, plan = search.problem.limit_bytes, fastest.plan(search.problem)
     if plan.task.occupancy.argument_bytes(plan.choice) > limit:
@@ -201,11 +201,11 @@ class Proofs:
         fitting = [(outcome, needed) for outcome, needed in pairs if outcome.fits]
         return max((outcome.peak_bytes / needed for outcome, needed in fitting or pairs), default=0.0)
 
-    def best(self, own: Outcome) -> Outcome:
-        """Returns the fastest of those that fit once compiled; if there is none, `own`, which the model says fits,
+    def best(self, plain: Outcome) -> Outcome:
+        """Returns the fastest of those that fit once compiled; if there is none, `plain`, which the model says fits,
         unless the compiler refutes it; else what needs least."""
-        if not self.proved or (not self.fits and own.fits and own not in self.needed_bytes):
-            return own
+        if not self.proved or (not self.fits and plain.fits and plain not in self.needed_bytes):
+            return plain
         first = self.ranked[0]
         return next(outcome for outcome, proof in self.proved.items() if proof is first)
 
