@@ -180,7 +180,7 @@ def test_the_head_counts_the_findings_of_all_sections(browser: Any, tmp_path: Pa
         return sr.Finding(severity, code, "it is so")
 
     w, x = shapes((64, 64)), shapes((512, 64))
-    plan = sr.SpecTreeShardingRule({"w": P("data")}).plan({"w": w}, MESH)
+    plan = sr.SpecTreeShardingRule({"w": P("data", "model")}).plan({"w": w}, MESH)
     audit = sr.ShardingAnalyzer(MESH).audit(lambda w, x: x @ w, w, x)
     planned = sr.reports.AutoPlanReport.of(sr.autoplan(lambda w, x: x @ w, w, x, mesh=MESH))
     step = sr.plan_training(in_layers, shapes((4, 64, 64)), optax.sgd(0.1), x, cluster="cpu:4").report
