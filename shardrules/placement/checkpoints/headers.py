@@ -7,6 +7,7 @@ anything is read, and an index names files in its own folder.
 """
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PureWindowsPath
 from typing import Any, TypeAlias, final
@@ -18,8 +19,9 @@ import numpy as np
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import suggest
 from shardrules.core.finding import Finding
+from shardrules.placement.checkpoints.checksums import DAMAGED, KEY, Sums, is_text, read_text
 from shardrules.placement.checkpoints.names import StoredArray
-from shardrules.placement.checkpoints.tensor_file import FileTensor
+from shardrules.placement.checkpoints.tensor_file import FileTensor, open_regular
 
 DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,
@@ -50,6 +52,9 @@ INDEX = ".safetensors.index.json"
 MOST_HEADER_BYTES = 100 * 10**6
 """The limit of the format itself: ten times the largest header that exists. Doubled, a broken length makes a process
 read more before it is refused; halved, nothing that exists is."""
+
+_METADATA = "__metadata__"
+"""The name of strings in a header, beside those of the tensors."""
 
 _MOST_DIMS = 32
 """What numpy arrays have at most."""
@@ -113,16 +118,17 @@ def _problem(path: Path, message: str, remedy: str = "") -> Finding:
     return Finding("error", "file", message, str(path), remedy)
 
 
-def read_headers(path: Path, *, whole: bool = True) -> Safetensors:
+def read_headers(path: Path, *, whole: bool = True, verify: bool = True) -> Safetensors:
     """Reads the headers of a file, an index, or a folder with an index or with files, and nothing else.
 
-    With `whole=False` the tensors themselves may be missing: planning takes only the headers.
+    With `whole=False` the tensors themselves may be missing: planning takes only the headers. With `verify=False`
+    checksums are ignored.
     """
     stored: dict[str, StoredArray] = {}
     tensors: dict[str, FileTensor] = {}
-    files, index, problems = _files(path)
+    files, index, problems = _files(path, verify)
     for file in files:
-        header, file_problems = _read_header(file, whole)
+        header, file_problems = _read_header(file, whole, verify)
         problems += file_problems
         for name, (array, tensor) in header.items():
             if name in index and index[name] != file:
@@ -153,7 +159,7 @@ def _missing(
         )
 
 
-def _files(path: Path) -> tuple[list[Path], dict[str, Path], list[Finding]]:
+def _files(path: Path, verify: bool) -> tuple[list[Path], dict[str, Path], list[Finding]]:
     """Returns the files to read, for each tensor in an index its file, and what is wrong."""
     try:
         if path.is_dir():
@@ -169,12 +175,13 @@ def _files(path: Path) -> tuple[list[Path], dict[str, Path], list[Finding]]:
                 return files, {}, missing
             path = indices[0]
         if not path.is_file():
-            return [], {}, [_problem(path, "no such file or folder")]
+            what = "it is not a regular file" if path.exists() else "no such file or folder"
+            return [], {}, [_problem(path, what)]
     except OSError as error:
         return [], {}, [_problem(path, f"cannot be read: {error.strerror or error}")]
     if path.suffix != ".json":
         return [path], {}, []
-    index = read_index(path)
+    index = read_index(path, verify=verify)
     problems = list(index.problems)
     files = []
     for file in dict.fromkeys(index.files.values()):
@@ -190,16 +197,18 @@ def _absence(file: Path, index: Path) -> Finding | None:
     try:
         if file.is_file():
             return None
-        message = f"the index {index.name} names this file, and it does not exist"
+        what = "is not a regular file" if file.exists() else "does not exist"
+        message = f"the index {index.name} names this file, and it {what}"
     except OSError as error:
         message = f"the index {index.name} names this file, and it cannot be read: {error.strerror or error}"
     return _problem(file, message, "download it, or write the index again")
 
 
-def read_index(path: Path) -> SafetensorsIndex:
+def read_index(path: Path, *, verify: bool = True) -> SafetensorsIndex:
     """Reads an index; the files that it names may be missing."""
     try:
-        table = _table(_read_text(path))
+        text = _read_text(path)
+        table = _table(text)
         weight_map = table.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise _BrokenError("it has no weight_map, or an empty one")
@@ -214,6 +223,8 @@ def read_index(path: Path) -> SafetensorsIndex:
         why = str(error) if isinstance(error, _BrokenError) else error.strerror or error
         return SafetensorsIndex(path, {}, None, [_problem(path, f"it is not an index of safetensors: {why}", remedy)])
     metadata = table.get("metadata")
+    if verify and _sums(metadata, {}, text) is None:
+        return SafetensorsIndex(path, {}, None, [_problem(path, "it differs from its checksum", DAMAGED)])
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     # Some indices have it as a float.
     is_size = isinstance(total, int | float) and not isinstance(total, bool) and 0 < total < 2**63
@@ -234,23 +245,26 @@ def _check_file(name: str, file: Any) -> None:
 
 def is_pointer(path: Path) -> bool:
     """Returns whether a file is what Git LFS leaves for one that was not fetched."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(8) == _POINTER
 
 
 def _read_text(path: Path) -> bytes:
     """The text of an index, which may begin with a mark of its encoding."""
-    size = path.stat().st_size
-    if size > MOST_HEADER_BYTES:
-        raise _BrokenError(f"it has {bytes_text(size)}, and an index at most {bytes_text(MOST_HEADER_BYTES)}")
-    return path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MOST_HEADER_BYTES:
+            raise _BrokenError(f"it has {bytes_text(size)}, and an index at most {bytes_text(MOST_HEADER_BYTES)}")
+        return file.read().removeprefix(b"\xef\xbb\xbf")
 
 
-def _read_header(path: Path, whole: bool) -> tuple[dict[str, tuple[StoredArray, FileTensor | None]], list[Finding]]:
+def _read_header(
+    path: Path, whole: bool, verify: bool
+) -> tuple[dict[str, tuple[StoredArray, FileTensor | None]], list[Finding]]:
     """Returns what a file holds, and what is wrong with it."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             length = int.from_bytes(start, "little")
             begin = 8 + length
@@ -267,20 +281,28 @@ def _read_header(path: Path, whole: bool) -> tuple[dict[str, tuple[StoredArray, 
                 )
                 return {}, [_problem(path, message, "it is damaged, or not a safetensors file; " + _COPY)]
             text = file.read(length)
-        entries = _entries(text)
+        table = _table(text)
+        entries = _entries(table)
     except _BrokenError as error:
         return {}, [_problem(path, f"its header cannot be read: {error}", _COPY)]
     except OSError as error:
         return {}, [_problem(path, f"cannot be read: {error.strerror or error}")]
     # A damaged file may still have a header that can be read: offsets must fill the file exactly.
     messages = list(_offset_problems(entries, size - begin if whole else None))
+    sums = _sums(table.get(_METADATA), entries, start + text) if verify and not messages else {}
+    if sums is None:
+        return {}, [_problem(path, "its header differs from its checksum", DAMAGED)]
     arrays: dict[str, tuple[StoredArray, FileTensor | None]] = {}
-    for name, (dtype_name, shape, start, end) in entries.items():
+    for name, (dtype_name, shape, first, end) in entries.items():
         dtype = np.dtype(DTYPES[dtype_name]) if dtype_name in DTYPES else None
         array = StoredArray(shape, dtype, dtype_name)
-        tensor = None if dtype is None else FileTensor(path, begin + start, shape, dtype)
-        if tensor is not None and tensor.nbytes != end - start:
-            messages.append(f"{name!r}, {array}, takes {tensor.nbytes} bytes, not the {end - start} it has")
+        tensor = (
+            None
+            if dtype is None
+            else FileTensor(path, begin + first, shape, dtype, name=repr(name), sums=sums.get(name))
+        )
+        if tensor is not None and tensor.nbytes != end - first:
+            messages.append(f"{name!r}, {array}, takes {tensor.nbytes} bytes, not the {end - first} it has")
         arrays[name] = array, tensor
     problems = [_problem(path, message, _COPY) for message in messages[:_MOST_PROBLEMS]]
     if len(messages) > _MOST_PROBLEMS:
@@ -291,9 +313,24 @@ def _read_header(path: Path, whole: bool) -> tuple[dict[str, tuple[StoredArray, 
 _Entry: TypeAlias = tuple[str, tuple[int, ...], int, int]
 
 
-def _entries(text: bytes) -> dict[str, _Entry]:
+def _entries(table: Mapping[str, Any]) -> dict[str, _Entry]:
     """Returns the dtype, the shape and the offsets of each tensor in a header."""
-    return {name: _entry(name, entry) for name, entry in _table(text).items() if name != "__metadata__"}
+    return {name: _entry(name, entry) for name, entry in table.items() if name != _METADATA}
+
+
+def _sums(metadata: Any, entries: Mapping[str, _Entry], header: bytes) -> dict[str, Sums] | None:
+    """Returns the checksums of the tensors, if the metadata have any; `None` where header or checksums are damaged."""
+    texts = (
+        {key: text for key, text in metadata.items() if key == KEY or is_text(text)}
+        if isinstance(metadata, dict)
+        else {}
+    )
+    if not texts:
+        return {}
+    names = sorted(entries, key=lambda name: entries[name][2:])
+    sizes = [end - start for _, _, start, end in map(entries.__getitem__, names)]
+    sums = read_text(str(texts[KEY]), [header], sizes) if list(texts) == [KEY] else None
+    return None if sums is None else dict(zip(names, sums, strict=True))
 
 
 def _table(text: bytes) -> dict[str, Any]:

@@ -291,9 +291,9 @@ def test_the_total_of_an_index_is_read_where_it_has_it(tmp_path: Path, total: An
 def test_a_file_that_may_not_be_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.safetensors").write_bytes(entry())
 
-    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+    def refuse(*_: Any) -> Any:
         raise PermissionError(13, os.strerror(13))
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     (problem,) = read_headers(tmp_path / "x.safetensors").problems
     assert problem.message == "cannot be read: Permission denied"
