@@ -5,6 +5,7 @@ Every error survives pickling between processes: all its arguments are in `args`
 """
 
 import difflib
+import itertools
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -268,6 +269,10 @@ class ShardingWarning(UserWarning):
     """Something worth knowing about sharding that does not stop the work."""
 
 
+_MOST_COMPARED = 20_000
+"""How many candidates a name is compared with, of the million that a header may have. Chosen by hand: these take less
+than a second; halved, names of large models are not found."""
+
 _JOINERS = "\u200c\u200d"
 """Invisible, and yet a part of how words and emoji are written."""
 
@@ -317,5 +322,5 @@ def suggest(name: str, candidates: Iterable[str]) -> str:
     assert suggest("modle", ["data", "model"]) == " (did you mean 'model'?)"
     ```
     """
-    near = difflib.get_close_matches(name, list(candidates), n=1)
+    near = difflib.get_close_matches(name, list(itertools.islice(candidates, _MOST_COMPARED)), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
