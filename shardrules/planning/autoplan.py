@@ -75,9 +75,12 @@ def autoplan(
         far is returned, with its gap and a finding. Plans do not depend on it otherwise. Tracing the function and
         reading its layouts is not interrupted: it takes about a second for a thousand operations.
     - `prove`: whether the compiler decides what fits, instead of a model of it: the best few plans are compiled within
-        the time limit, for the mesh's devices, or for those of the hardware if the mesh has none. What they need
-        corrects the model for this function, and the cheapest that fits is returned. Arguments that come back as
-        results count as donated. A compiler is not interrupted either.
+        the time limit, for the mesh's devices, or for those of the hardware if the mesh has none. The plan that fits by
+        the model comes first, then the fastest of all, whatever the model says of it. What they need corrects the model
+        for this function, and the fastest that the compiler says fits is returned: never a worse plan than without.
+        A plan that the compiler fails at, or has no time for, is returned if it fits by the model and nothing else is
+        proved to fit, with a finding. Arguments that come back as results count as donated. A compiler is not
+        interrupted either.
 
     **Returns:**
 
