@@ -62,3 +62,17 @@ def test_errors_list_the_first_of_many_faults_and_how_many_more_there_are() -> N
     sound = rule.plan({"w": jax.ShapeDtypeStruct((8, 8), np.float32)}, mesh)
     with pytest.raises(sr.errors.TreeError, match=r"\nand 15,981 more$"):
         sound.bind(tree)
+
+
+def test_a_missing_mesh_is_a_failed_assertion_too() -> None:
+    # eformer asserts that a mesh is in force, and code around it expects that.
+    for call in (
+        lambda: sr.meshes.get_incontext_mesh(),
+        lambda: sr.meshes.get_mesh_axis_names(),
+        lambda: sr.meshes.get_axes_size_in_mesh("dp"),
+        lambda: sr.presets.eformer.make_shard_and_gather_fns({"w": jax.P("dp")}),
+        lambda: sr.with_sharding_constraint(jax.numpy.ones(8), jax.P("dp")),
+        lambda: sr.presets.eformer.analyze_sharding_strategy({"w": jax.numpy.ones(8)}, {"w": jax.P("dp")}),
+    ):
+        with pytest.raises(AssertionError, match="mesh"):
+            call()
