@@ -365,7 +365,8 @@ def _fill_sums(file: FileLayout, name: Path, leaves: Sequence[SavedLeaf]) -> Non
     with _opened(name, sync=process_count() > 1) as handle:
         unknown = unknown_sums(read_at(handle, file.sums_offset, SUM_CHARS * int(ends[-1])))
         sums = np.full(int(ends[-1]), UNKNOWN, np.uint32)
-        for index in unknown[process_id() :: process_count()]:
+        # By their own indices: other processes may have written theirs already.
+        for index in [index for index in unknown if index % process_count() == process_id()]:
             tensor = int(np.searchsorted(ends, index, "right"))
             start = (index - int(ends[tensor])) * file.block + block_count(sizes[tensor], file.block) * file.block
             data = read_at(handle, file.tensors[tensor][1] + start, min(file.block, sizes[tensor] - start))
