@@ -77,7 +77,20 @@ class ArraySource:
         return self._checked(self.read(index), index)
 
     def groups(self, indices: Sequence[Index]) -> Iterator[list[tuple[int, np.ndarray]]]:
-        """Yields the parts at all indices in groups that are read together, each with its position."""
+        """Yields several parts, in groups that are read together.
+
+        **Arguments:**
+
+        - `indices`: one tuple of slices for each part.
+
+        **Returns:**
+
+        An iterator of groups: lists of parts, each with the position of its slices in `indices`.
+
+        **Raises:**
+
+        `ConfigError` when what was read has another shape or dtype.
+        """
         if self.read_together is not None:
             for group in self.read_together(indices):
                 yield [(position, self._checked(values, indices[position])) for position, values in group]

@@ -19,7 +19,7 @@ import numpy as np
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import suggest
 from shardrules.core.finding import Finding
-from shardrules.placement.checkpoints.checksums import DAMAGED, KEY, Sums, is_text, read_text
+from shardrules.placement.checkpoints.checksums import DAMAGED, KEY, TensorSums, is_text, read_text
 from shardrules.placement.checkpoints.names import StoredArray
 from shardrules.placement.checkpoints.tensor_file import FileTensor, open_regular
 
@@ -320,7 +320,7 @@ def _entries(table: Mapping[str, Any]) -> dict[str, _Entry]:
     return {name: _entry(name, entry) for name, entry in table.items() if name != _METADATA}
 
 
-def _sums(metadata: Any, entries: Mapping[str, _Entry], header: bytes) -> dict[str, Sums] | None:
+def _sums(metadata: Any, entries: Mapping[str, _Entry], header: bytes) -> dict[str, TensorSums] | None:
     """Returns the checksums of the tensors, if the metadata have any; `None` where header or checksums are damaged."""
     texts = (
         {key: text for key, text in metadata.items() if key == KEY or is_text(text)}

@@ -34,7 +34,7 @@ from shardrules.placement.checkpoints.boxes import (
     overlap,
     row_blocks,
 )
-from shardrules.placement.checkpoints.checksums import Sums
+from shardrules.placement.checkpoints.checksums import TensorSums
 from shardrules.placement.source import ArraySource, Index
 
 _SHORT_BYTES = 4 * 2**10
@@ -96,7 +96,7 @@ class FileTensor:
     dtype: np.dtype
     fortran: bool = False
     name: str = ""
-    sums: Sums | None = None
+    sums: TensorSums | None = None
     """Its checksums, by which all that is read is checked."""
 
     @property
@@ -237,7 +237,7 @@ class _Reader:
         if last < stop:
             self._read_around(sums, last, high, last, into[last - start :])
 
-    def _read_around(self, sums: Sums, low: int, high: int, start: int, into: np.ndarray) -> None:
+    def _read_around(self, sums: TensorSums, low: int, high: int, start: int, into: np.ndarray) -> None:
         """Reads and checks whole blocks, and takes the bytes from `start` on."""
         self._edge = self._edge if len(self._edge) >= high - low else np.empty(high - low, np.uint8)
         data = self._edge[: high - low]
