@@ -10,7 +10,7 @@ import numpy as np
 
 from shardrules.core.errors import ConfigError
 
-_WHOLE_BYTES = 8 * 2**20
+WHOLE_BYTES = 8 * 2**20
 """Up to this size all shards of an array are read before any is placed, in one transfer. Beyond it, a transfer per
 shard costs little beside reading it. Halving or doubling it moves the host's peak memory by as much."""
 
@@ -96,7 +96,7 @@ class ArraySource:
                 yield [(position, self._checked(values, indices[position])) for position, values in group]
             return
         parts = ((position, self.part(index)) for position, index in enumerate(indices))
-        yield from [list(parts)] if self.nbytes <= _WHOLE_BYTES else ([part] for part in parts)
+        yield from [list(parts)] if self.nbytes <= WHOLE_BYTES else ([part] for part in parts)
 
     def _checked(self, part: Any, index: Index) -> np.ndarray:
         values = np.asarray(part)

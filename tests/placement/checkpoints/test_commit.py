@@ -265,7 +265,7 @@ def test_whatever_is_not_a_regular_file_is_refused(name: str, tmp_path: Path) ->
         for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
             file.unlink()
             make(file)
-            with pytest.raises(CheckpointError, match="is not a regular file"):
+            with pytest.raises(CheckpointError, match=r"is not a regular file|has no .safetensors file"):
                 LOADERS[name](tmp_path, tree(0))
             file.rmdir() if file.is_dir() else file.unlink()
             file.write_bytes(data)
