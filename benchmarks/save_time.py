@@ -216,6 +216,7 @@ def measure(count: int, size: int, rounds: int) -> list[dict[str, Any]]:
                 met = max(ratios) <= (LOAD_LIMIT if what == "load" else SAVE_LIMIT)
                 row = {"format": name, "work": what, "layout": layout, **speeds}
                 rows.append({**row, "ratio": ratios[0], "processor": ratios[1], "met": met})
+        print(table(rows[-len(FORMATS) * len(WORK) :]), file=sys.stderr, flush=True)
     for name in FORMATS:
         share = in_process("memory", name, count, size)
         # Orbax itself holds what it writes.

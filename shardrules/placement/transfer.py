@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from shardrules.core.errors import MeshError
-from shardrules.core.jax_state import under_trace
+from shardrules.core.jax_state import device_put, jit, under_trace
 from shardrules.core.keys import is_key
 from shardrules.core.spec import device_dtype
 from shardrules.placement.source import WHOLE_BYTES, ArraySource, Index
@@ -46,7 +46,7 @@ def put(values: Sequence[Any], shardings: Sequence[Sharding]) -> list[Any]:
         else:
             result[index] = _put_addressable(value, sharding)
     # One batch for all: a transfer per array costs seconds where there are hundreds.
-    for indices, move in ((local_indices, jax.device_put), (spanning_indices, _move_together)):
+    for indices, move in ((local_indices, device_put), (spanning_indices, _move_together)):
         if indices:
             moved = move([values[index] for index in indices], [shardings[index] for index in indices])
             for index, array in zip(indices, moved, strict=True):
@@ -141,7 +141,7 @@ def _move_together(values: list[jax.Array], shardings: list[Sharding]) -> list[j
                 f"{len(sharding.device_set)} of the destination. Gather it first: "
                 "filter_shard(filter_gather(tree), how, mesh)"
             )
-    return jax.jit(lambda arrays: arrays, out_shardings=shardings)(values)
+    return jit(lambda arrays: arrays, out_shardings=shardings)(values)
 
 
 def _read_source(source: ArraySource, sharding: Sharding, pending: _Pending) -> jax.Array:
@@ -169,7 +169,7 @@ def _read_source(source: ArraySource, sharding: Sharding, pending: _Pending) -> 
     for group in groups:
         pairs = [(part, device) for position, part in group for device in devices[position]]
         targets = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for _, device in pairs]
-        copies = jax.device_put([part for part, _ in pairs], targets)
+        copies = device_put([part for part, _ in pairs], targets)
         shards += copies
         pending.add(copies, sum(part.nbytes for _, part in group))
     return jax.make_array_from_single_device_arrays(source.shape, sharding, shards, dtype=dtype)
