@@ -33,6 +33,7 @@ from shardrules.placement.checkpoints.boxes import (
     distance,
     overlap,
     row_blocks,
+    run_of,
 )
 from shardrules.placement.checkpoints.checksums import TensorSums
 from shardrules.placement.source import ArraySource, Index
@@ -187,7 +188,7 @@ class _Reader:
         dtype = self._tensor.dtype
         whole = bounding_box(boxes)
         sizes, steps = box_sizes(whole), byte_steps(shape, dtype.itemsize)
-        inner, run_bytes = _contiguous(sizes, steps, dtype.itemsize)
+        inner, run_bytes = run_of(sizes, steps, dtype.itemsize)
         outer = _outer(sizes, steps, inner, run_bytes)
         if len(targets) == 1 and outer == inner and targets[0].dtype == dtype and targets[0].flags.c_contiguous:
             flat, filled = targets[0].reshape(-1).view(np.uint8), 0
@@ -271,16 +272,6 @@ class _Reader:
 
 def _start(box: Box, steps: Sequence[int]) -> int:
     return distance([start for start, _ in box], steps)
-
-
-def _contiguous(sizes: tuple[int, ...], steps: list[int], itemsize: int) -> tuple[int, int]:
-    """Returns from which dimension on the box is contiguous in the file, and the bytes of such a run."""
-    run_bytes = itemsize
-    for dim in reversed(range(len(sizes))):
-        if sizes[dim] > 1 and steps[dim] != run_bytes:
-            return dim + 1, run_bytes
-        run_bytes *= sizes[dim]
-    return 0, run_bytes
 
 
 def _outer(sizes: tuple[int, ...], steps: list[int], inner: int, run_bytes: int) -> int:
