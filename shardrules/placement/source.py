@@ -10,7 +10,7 @@ import numpy as np
 
 from shardrules.core.errors import ConfigError
 
-_WHOLE_BYTES = 8 * 2**20
+WHOLE_BYTES = 8 * 2**20
 """Up to this size all shards of an array are read before any is placed, in one transfer. Beyond it, a transfer per
 shard costs little beside reading it. Halving or doubling it moves the host's peak memory by as much."""
 
@@ -77,13 +77,26 @@ class ArraySource:
         return self._checked(self.read(index), index)
 
     def groups(self, indices: Sequence[Index]) -> Iterator[list[tuple[int, np.ndarray]]]:
-        """Yields the parts at all indices in groups that are read together, each with its position."""
+        """Yields several parts, in groups that are read together.
+
+        **Arguments:**
+
+        - `indices`: one tuple of slices for each part.
+
+        **Returns:**
+
+        An iterator of groups: lists of parts, each with the position of its slices in `indices`.
+
+        **Raises:**
+
+        `ConfigError` when what was read has another shape or dtype.
+        """
         if self.read_together is not None:
             for group in self.read_together(indices):
                 yield [(position, self._checked(values, indices[position])) for position, values in group]
             return
         parts = ((position, self.part(index)) for position, index in enumerate(indices))
-        yield from [list(parts)] if self.nbytes <= _WHOLE_BYTES else ([part] for part in parts)
+        yield from [list(parts)] if self.nbytes <= WHOLE_BYTES else ([part] for part in parts)
 
     def _checked(self, part: Any, index: Index) -> np.ndarray:
         values = np.asarray(part)

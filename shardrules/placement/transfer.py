@@ -12,7 +12,7 @@ from shardrules.core.errors import MeshError
 from shardrules.core.jax_state import device_put, jit, under_trace
 from shardrules.core.keys import is_key
 from shardrules.core.spec import device_dtype
-from shardrules.placement.source import ArraySource, Index
+from shardrules.placement.source import WHOLE_BYTES, ArraySource, Index
 
 _PENDING_BYTES = 64 * 2**20
 """How many bytes may wait on the host for their transfer to end. Enough to keep a disk busy during a transfer: half of
@@ -152,17 +152,24 @@ def _read_source(source: ArraySource, sharding: Sharding, pending: _Pending) -> 
     shard_devices: dict[str, tuple[Index, list[Any]]] = {}
     for device, index in sharding.addressable_devices_indices_map(source.shape).items():
         slices = (slice(None),) * source.ndim if index is None else index
-        target = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-        shard_devices.setdefault(repr(slices), (slices, []))[1].append(target)
-    indices, targets = (
-        [index for index, _ in shard_devices.values()],
-        [devices for _, devices in shard_devices.values()],
-    )
+        shard_devices.setdefault(repr(slices), (slices, []))[1].append(device)  # no hash before Python 3.12
+    groups = source.groups([slices for slices, _ in shard_devices.values()])
+    dtype = device_dtype(source.dtype)  # a process may hold no shard to infer it from
+    if source.nbytes <= WHOLE_BYTES:
+        keys = list(shard_devices)
+        parts = {keys[position]: part for group in groups for position, part in group}
+        whole = repr((slice(None),) * source.ndim)
+        array = jax.make_array_from_callback(
+            source.shape, sharding, lambda index: parts[whole if index is None else repr(index)], dtype=dtype
+        )
+        pending.add([array], sum(part.nbytes for part in parts.values()))
+        return array
+    devices = [devices for _, devices in shard_devices.values()]
     shards: list[jax.Array] = []
-    for group in source.groups(indices):
-        pairs = [(part, target) for position, part in group for target in targets[position]]
-        copies = device_put([part for part, _ in pairs], [target for _, target in pairs])
+    for group in groups:
+        pairs = [(part, device) for position, part in group for device in devices[position]]
+        targets = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for _, device in pairs]
+        copies = device_put([part for part, _ in pairs], targets)
         shards += copies
         pending.add(copies, sum(part.nbytes for _, part in group))
-    dtype = device_dtype(source.dtype)  # a process may hold no shard to infer it from
     return jax.make_array_from_single_device_arrays(source.shape, sharding, shards, dtype=dtype)

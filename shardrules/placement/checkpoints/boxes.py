@@ -50,13 +50,13 @@ def distance(position: Sequence[int], steps: Sequence[int]) -> int:
     return sum(index * step for index, step in zip(position, steps, strict=False))
 
 
-def run_of(sizes: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+def run_of(sizes: tuple[int, ...], steps: Sequence[int], itemsize: int) -> tuple[int, int]:
     """Returns from which dimension on a box is contiguous in the file, and the bytes of such a run."""
     run_bytes = itemsize
     for dim in reversed(range(len(sizes))):
+        if sizes[dim] > 1 and steps[dim] != run_bytes:
+            return dim + 1, run_bytes
         run_bytes *= sizes[dim]
-        if sizes[dim] != shape[dim]:
-            return dim, run_bytes
     return 0, run_bytes
 
 
@@ -73,8 +73,9 @@ def box_groups(boxes: Sequence[Box], shape: tuple[int, ...], itemsize: int) -> l
     ```
     """
     groups = [([index], box) for index, box in enumerate(boxes)]
+    steps = byte_steps(shape, itemsize)
     for dim in reversed(range(len(shape))):
-        if not groups or run_of(box_sizes(groups[0][1]), shape, itemsize)[1] >= _LONG_BYTES:
+        if not groups or run_of(box_sizes(groups[0][1]), steps, itemsize)[1] >= _LONG_BYTES:
             break
         if any(box[dim] != (0, shape[dim]) for _, box in groups):
             groups = _joined(groups, dim, itemsize)

@@ -49,7 +49,7 @@ _FOLD = np.uint64(0x9E3779B97F4A7C15)
 
 @final
 @attrs.frozen(eq=False)
-class Sums:
+class TensorSums:
     """The checksums of the blocks of one tensor."""
 
     block: int
@@ -134,7 +134,7 @@ def sealed(headers: Sequence[bytes]) -> tuple[int, bytes]:
     return headers[-1].index(b"crc=") + 4, b"%08x" % crc
 
 
-def read_text(text: str, headers: Sequence[bytes], nbytes: Sequence[int]) -> list[Sums] | None:
+def read_text(text: str, headers: Sequence[bytes], nbytes: Sequence[int]) -> list[TensorSums] | None:
     """Returns the checksums of tensors of so many bytes, in the order of the file; `None` where the text is damaged.
 
     `headers` are all headers of the file, of which the last holds the text.
@@ -152,7 +152,7 @@ def read_text(text: str, headers: Sequence[bytes], nbytes: Sequence[int]) -> lis
     triples = np.frombuffer(base64.b64decode(parts[3]), np.uint8).reshape(-1, 3).astype(np.uint32)
     values = triples[:, 0] << 16 | triples[:, 1] << 8 | triples[:, 2]
     ends = np.cumsum(counts).tolist()
-    return [Sums(block, values[end - count : end]) for count, end in zip(counts, ends, strict=True)]
+    return [TensorSums(block, values[end - count : end]) for count, end in zip(counts, ends, strict=True)]
 
 
 def is_text(value: Any) -> bool:

@@ -158,6 +158,7 @@ class Saving:
             try:
                 for file, name in pairs:
                     _seal(file, name)
+                for file, name in pairs:
                     name.replace(file.path)
                 finish()
             except BaseException:
@@ -361,13 +362,14 @@ def _fill(file: FileLayout, name: Path, leaves: Sequence[SavedLeaf], writers: Se
 def _fill_sums(file: FileLayout, name: Path, leaves: Sequence[SavedLeaf]) -> None:
     """Writes this process's share of the checksums of blocks that several runs fill, perhaps of several processes."""
     sizes = [leaves[leaf_index].nbytes for leaf_index, _ in file.tensors]
-    ends = np.cumsum([block_count(size, file.block) for size in sizes])
+    ends = np.cumsum([0, *(block_count(size, file.block) for size in sizes)])
     with _opened(name, sync=process_count() > 1) as handle:
         unknown = unknown_sums(read_at(handle, file.sums_offset, SUM_CHARS * int(ends[-1])))
         sums = np.full(int(ends[-1]), UNKNOWN, np.uint32)
-        for index in unknown[process_id() :: process_count()]:
-            tensor = int(np.searchsorted(ends, index, "right"))
-            start = (index - int(ends[tensor])) * file.block + block_count(sizes[tensor], file.block) * file.block
+        # By their own indices: other processes may have written theirs already.
+        for index in [index for index in unknown if index % process_count() == process_id()]:
+            tensor = int(np.searchsorted(ends, index, "right")) - 1
+            start = (index - int(ends[tensor])) * file.block
             data = read_at(handle, file.tensors[tensor][1] + start, min(file.block, sizes[tensor] - start))
             sums[index] = block_sums(np.frombuffer(data, np.uint8), file.block)[0]
         _write_sums(handle, file, sums)

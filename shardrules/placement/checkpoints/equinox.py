@@ -21,7 +21,7 @@ import numpy as np
 from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import ConfigError
 from shardrules.core.finding import Finding
-from shardrules.placement.checkpoints.checksums import DAMAGED, MOST_TEXT_BYTES, Sums, read_text
+from shardrules.placement.checkpoints.checksums import DAMAGED, MOST_TEXT_BYTES, TensorSums, read_text
 from shardrules.placement.checkpoints.names import Mismatch, StoredArray, compare, mismatch_findings, refuse
 from shardrules.placement.checkpoints.requested import RequestedLeaf, python_value, requested_leaves, with_values
 from shardrules.placement.checkpoints.tensor_file import FileTensor, file_source, local_path, open_regular
@@ -138,7 +138,7 @@ def _read_blocks(
     blocks: list[_Block] = []
     mismatches: list[Mismatch] = []
     findings: list[Finding] = []
-    sums: Sequence[Sums] | None = None
+    sums: Sequence[TensorSums] | None = None
     offset = 0
     for index, leaf in enumerate(leaves):
         if offset == size or _is_checksums(file, offset):
@@ -180,7 +180,7 @@ def _is_checksums(file: FileIO, offset: int) -> bool:
     return os.pread(file.fileno(), len(CHECKSUMS), offset) == CHECKSUMS
 
 
-def _sums(file: FileIO, offset: int, size: int, blocks: Sequence["_Block"]) -> list[Sums] | None:
+def _sums(file: FileIO, offset: int, size: int, blocks: Sequence["_Block"]) -> list[TensorSums] | None:
     """Returns the checksums of all blocks, which stand after the last; `None` where headers or they are damaged."""
     text = os.pread(file.fileno(), min(size - offset, MOST_TEXT_BYTES), offset)
     headers = [*(block.header for block in blocks), text]

@@ -33,8 +33,9 @@ from shardrules.placement.checkpoints.boxes import (
     distance,
     overlap,
     row_blocks,
+    run_of,
 )
-from shardrules.placement.checkpoints.checksums import Sums
+from shardrules.placement.checkpoints.checksums import TensorSums
 from shardrules.placement.source import ArraySource, Index
 
 _SHORT_BYTES = 4 * 2**10
@@ -96,7 +97,7 @@ class FileTensor:
     dtype: np.dtype
     fortran: bool = False
     name: str = ""
-    sums: Sums | None = None
+    sums: TensorSums | None = None
     """Its checksums, by which all that is read is checked."""
 
     @property
@@ -187,7 +188,7 @@ class _Reader:
         dtype = self._tensor.dtype
         whole = bounding_box(boxes)
         sizes, steps = box_sizes(whole), byte_steps(shape, dtype.itemsize)
-        inner, run_bytes = _contiguous(sizes, steps, dtype.itemsize)
+        inner, run_bytes = run_of(sizes, steps, dtype.itemsize)
         outer = _outer(sizes, steps, inner, run_bytes)
         if len(targets) == 1 and outer == inner and targets[0].dtype == dtype and targets[0].flags.c_contiguous:
             flat, filled = targets[0].reshape(-1).view(np.uint8), 0
@@ -237,7 +238,7 @@ class _Reader:
         if last < stop:
             self._read_around(sums, last, high, last, into[last - start :])
 
-    def _read_around(self, sums: Sums, low: int, high: int, start: int, into: np.ndarray) -> None:
+    def _read_around(self, sums: TensorSums, low: int, high: int, start: int, into: np.ndarray) -> None:
         """Reads and checks whole blocks, and takes the bytes from `start` on."""
         self._edge = self._edge if len(self._edge) >= high - low else np.empty(high - low, np.uint8)
         data = self._edge[: high - low]
@@ -271,16 +272,6 @@ class _Reader:
 
 def _start(box: Box, steps: Sequence[int]) -> int:
     return distance([start for start, _ in box], steps)
-
-
-def _contiguous(sizes: tuple[int, ...], steps: list[int], itemsize: int) -> tuple[int, int]:
-    """Returns from which dimension on the box is contiguous in the file, and the bytes of such a run."""
-    run_bytes = itemsize
-    for dim in reversed(range(len(sizes))):
-        if sizes[dim] > 1 and steps[dim] != run_bytes:
-            return dim + 1, run_bytes
-        run_bytes *= sizes[dim]
-    return 0, run_bytes
 
 
 def _outer(sizes: tuple[int, ...], steps: list[int], inner: int, run_bytes: int) -> int:

@@ -92,7 +92,7 @@ def write_tensor(file: int, offset: int, leaf: SavedLeaf, parts: Sequence[Tensor
     for group in box_groups(boxes, shape, itemsize):
         members = [(boxes[index], parts[index].read()) for index in group]
         for box, array in _blocks(members, steps, leaf.dtype):
-            outer, run_bytes = run_of(box_sizes(box), shape, itemsize)
+            outer, run_bytes = run_of(box_sizes(box), steps, itemsize)
             flat = array.reshape(-1).view(np.uint8)
             for index, run in enumerate(row_blocks(box, outer, shape[outer])):
                 start = distance([start for start, _ in run], steps)

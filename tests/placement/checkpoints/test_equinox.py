@@ -274,7 +274,7 @@ def test_a_plan_that_is_wrong_is_refused_before_anything_is_read(
 def test_no_device_holds_more_than_its_shards(
     tmp_path: Path, mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
 ) -> None:
-    monkeypatch.setattr("shardrules.placement.source._WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr("shardrules.placement.transfer.WHOLE_BYTES", whole_bytes)
     tree = [jnp.ones((64, 64)) for _ in range(4)]
     eqx.tree_serialise_leaves(tmp_path / "x.eqx", tree)
     before = [*tree, *jax.live_arrays()]

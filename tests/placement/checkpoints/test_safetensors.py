@@ -341,9 +341,9 @@ def test_each_process_reads_what_its_devices_hold(tmp_path: Path, whole_bytes: i
     arrays = {"rows": np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024), "all": np.arange(16, dtype=np.int32)}
     safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors")
     code = f"""
-        from shardrules.placement import source
+        from shardrules.placement import transfer
         from shardrules.placement.checkpoints import safetensors, tensor_file
-        source._WHOLE_BYTES = {whole_bytes}
+        transfer.WHOLE_BYTES = {whole_bytes}
         counts = []
         plain = tensor_file._Reader._read_exactly
         def count(reader, start, into):
@@ -369,7 +369,7 @@ def test_no_device_holds_more_than_its_shards(
     tmp_path: Path, mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
 ) -> None:
     """Looks at all that lives on any device whenever something is read."""
-    monkeypatch.setattr("shardrules.placement.source._WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr("shardrules.placement.transfer.WHOLE_BYTES", whole_bytes)
     arrays = {f"w{i}": np.ones((64, 64), np.float32) for i in range(4)}
     safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors")
     like = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
