@@ -28,6 +28,7 @@ from shardrules.core.errors import (
     PlanError,
     ReportError,
     printable,
+    shortened,
     suggest,
 )
 from shardrules.core.fields import read_bytes
@@ -79,7 +80,7 @@ def assert_plan_matches(plan: ShardingPlan, file: Path | str, *, update: bool = 
     # A diff has only placements. Rules and reasons that changed without moving an array come after it.
     diff = golden.diff(plan)
     lines = str(diff).splitlines() if diff else []
-    lines += _reworded_leaves(golden, plan, [change.path for change in diff.changes]) if strict else []
+    lines += shortened([*_reworded_leaves(golden, plan, [change.path for change in diff.changes])]) if strict else []
     if lines:
         old, new = golden.memory().device_bytes, plan.memory().device_bytes
         change = f" ({new / old - 1:+.1%})" if old not in (0, new) else ""

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh, mesh_sizes
 from shardrules.core.context import current_mesh
-from shardrules.core.errors import ConfigTypeError, NoMeshError, printable
+from shardrules.core.errors import ConfigTypeError, NoMeshError, printable, shortened
 from shardrules.core.leaf import Leaf
 from shardrules.core.spec import array_bytes, axis_names, packs, part_count, shard_shape
 from shardrules.core.tree import flatten_specs, survey
@@ -90,7 +90,7 @@ def place_leaves(tree: Any, specs: Any, mesh: AnyMesh | None) -> tuple[PlacedLea
         except ConfigTypeError as error:
             problems.append(f"  {printable(leaf.path) or 'the tree'}: {error}")
     if problems:
-        raise ConfigTypeError("specs must have a spec for each array:\n" + "\n".join(problems))
+        raise ConfigTypeError("specs must have a spec for each array:\n" + "\n".join(shortened(problems)))
     return tuple(placed)
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from shardrules.core.errors import printable, printable_text
 from shardrules.core.finding import Finding, Severity
 from shardrules.core.rule import ShardingPlan
-from shardrules.core.views.table import BYTES_COLUMN, COLUMNS, Row, aligned
+from shardrules.core.views.table import MOST_ROWS, Row, table_lines
 from shardrules.rules.files.rules_file import Limits
 
 LEVELS: tuple[str, ...] = get_args(Severity)
@@ -94,13 +94,15 @@ def show_plan(plan: ShardingPlan) -> None:
     if not console.is_terminal:
         show(str(plan))
         return
-    lines = aligned([COLUMNS, *[row.cells() for row in plan.rows]], (BYTES_COLUMN,))
+    lines = table_lines(plan.rows, MOST_ROWS)
     if max(map(len, lines)) <= console.width:
         emit(Text("\n".join(lines[:2]), "bold"))
         emit(Text("\n".join(lines[2:])))
     else:
-        for row in plan.rows:
+        for row in plan.rows[:MOST_ROWS]:
             emit(_stacked(row))
+        for line in lines[MOST_ROWS + 2 :]:
+            emit(Text(line))
     emit(Text(str(plan.memory()), "bold"))
     show_findings(plan.findings)
 

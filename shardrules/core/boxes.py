@@ -18,7 +18,7 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules.core.errors import TreeError
+from shardrules.core.errors import TreeError, shortened
 from shardrules.core.leaf import LogicalName
 
 _registry = jtu.default_registry
@@ -101,7 +101,7 @@ def refuse_opaque(leaves: Iterable[tuple[str, Any]]) -> None:
     types = opaque_types()
     opaque = [(path, type(leaf).__name__) for path, leaf in leaves if issubclass(type(leaf), types)]
     if opaque:
-        names = ", ".join(f"{path or 'the tree'} ({name})" for path, name in opaque)
+        names = ", ".join(shortened([f"{path or 'the tree'} ({name})" for path, name in opaque]))
         raise TreeError(
             f"JAX sees no arrays in these objects of flax nnx: {names}. They are not pytrees in this version of flax, "
             "or were made with pytree=False or hijax=True. Pass their state: graph, state = nnx.split(model)"

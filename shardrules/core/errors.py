@@ -5,12 +5,21 @@ Every error survives pickling between processes: all its arguments are in `args`
 """
 
 import difflib
+import itertools
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import final
 
 import attrs
+
+MOST_LISTED = 20
+"""How many faults a text lists, of trees that may have a million leaves. Chosen by hand: doubled, the first ones, which
+mostly have the same cause, leave the screen; halved, a second cause is often among those that are left out."""
+
+_MOST_CHARACTERS = 20_000
+"""How many characters of an error are printed, which may quote names and values of any length. Chosen by hand: more
+than `MOST_LISTED` long paths with their remedies take, and few enough for a log."""
 
 
 class ShardRulesError(Exception):
@@ -18,7 +27,22 @@ class ShardRulesError(Exception):
 
     def __str__(self) -> str:
         # KeyError would print the repr of its argument: one line of escaped newlines.
-        return printable_text(str(self.args[0])) if self.args else ""
+        text = str(self.args[0]) if self.args else ""
+        more = len(text) - _MOST_CHARACTERS
+        return printable_text(text[:_MOST_CHARACTERS] + (f" ... and {more:,} more characters" if more > 0 else ""))
+
+
+def shortened(lines: Sequence[str], most: int = MOST_LISTED) -> list[str]:
+    """Returns the first lines, and how many more there are.
+
+    ```python
+    from shardrules.core.errors import shortened
+
+    assert shortened(["a", "b", "c"], 1) == ["a", "and 2 more"]
+    ```
+    """
+    more = len(lines) - most
+    return [*lines[:most], *([f"and {more:,} more"] if more > 0 else [])]
 
 
 @final
@@ -189,6 +213,18 @@ class DoesNotFitError(ShardRulesError, MemoryError):
 
 
 @final
+@attrs.frozen(str=False)
+class CompileError(ShardRulesError, RuntimeError):
+    """A program at which a compiler fails, for other reasons than its size: the `message` has the compiler's words.
+
+    `flag` is the compiler's flag that avoids it, as `"xla_gpu_enable_triton_gemm=false"`; empty where none is known.
+    """
+
+    message: str
+    flag: str = ""
+
+
+@final
 class ProgramTextError(ShardRulesError, ValueError):
     """Text that is not a program as XLA prints them."""
 
@@ -232,6 +268,10 @@ class MeshWarning(UserWarning):
 class ShardingWarning(UserWarning):
     """Something worth knowing about sharding that does not stop the work."""
 
+
+_MOST_COMPARED = 20_000
+"""How many candidates a name is compared with, of the million that a header may have. Chosen by hand: these take less
+than a second; halved, names of large models are not found."""
 
 _JOINERS = "\u200c\u200d"
 """Invisible, and yet a part of how words and emoji are written."""
@@ -282,5 +322,5 @@ def suggest(name: str, candidates: Iterable[str]) -> str:
     assert suggest("modle", ["data", "model"]) == " (did you mean 'model'?)"
     ```
     """
-    near = difflib.get_close_matches(name, list(candidates), n=1)
+    near = difflib.get_close_matches(name, list(itertools.islice(candidates, _MOST_COMPARED)), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

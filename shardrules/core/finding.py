@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, final
 
 import attrs
 
-from shardrules.core.errors import PlanError, printable
+from shardrules.core.errors import MOST_LISTED, PlanError, printable, shortened
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
 """An error makes a plan unusable, a warning names the cost of using it, and a note is anything else."""
@@ -140,8 +140,11 @@ def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def listing(findings: Iterable[Finding]) -> str:
-    """Returns findings as text, one indented block for each."""
-    return "\n".join(f"  {line}" for finding in findings for line in str(finding).splitlines())
+    """Returns findings as text, one indented block for each; of many the first, and how many more there are."""
+    findings = tuple(findings)
+    # Only those that are shown are written out.
+    texts = [*map(str, findings[:MOST_LISTED]), *[""] * (len(findings) - MOST_LISTED)]
+    return "\n".join(f"  {line}" for text in shortened(texts) for line in text.splitlines())
 
 
 def plan_error(title: str, findings: Iterable[Finding]) -> PlanError:

@@ -38,6 +38,7 @@ from shardrules.core.errors import (
     SpecError,
     TreeError,
     printable,
+    shortened,
     suggest,
 )
 from shardrules.core.finding import UNDECIDED_CODES, Finding, merged, plan_error, shape_text, template
@@ -49,7 +50,7 @@ from shardrules.core.tree import PathStyle, ReadsIndex, Survey, array_kind, flat
 from shardrules.core.views.diff import Placements, PlanDiff, placements
 from shardrules.core.views.explain import explain_kind, find_kinds
 from shardrules.core.views.pictures import blocks_of, plan_picture
-from shardrules.core.views.table import Row, Totals, rows, table_html, table_text, totals
+from shardrules.core.views.table import MOST_ROWS, Row, Totals, rows, table_html, table_text, totals
 from shardrules.drawing.blocks import Blocks
 from shardrules.drawing.picture import Picture
 
@@ -630,7 +631,7 @@ def _as_pinned(specs: Any) -> tuple[tuple[str, PartitionSpec | None], ...]:
     if problems:
         raise SpecError(
             "SpecTreeShardingRule takes a tree of PartitionSpecs, of NamedShardings, or (path, spec) pairs:\n"
-            + "\n".join(problems)
+            + "\n".join(shortened(problems))
         )
     return tuple(pinned)
 
@@ -1099,8 +1100,18 @@ class ShardingPlan:
         """The rows of the table: one for leaves that differ in nothing but the indices in their paths."""
         return rows(self.survey.templates(), self.kinds, self.decisions, self.counts, self.mesh)
 
+    def table(self, most: int | None = None) -> str:
+        """Returns what the plan prints, with all rows of its table; with `most`, at most so many.
+
+        ```python
+        plan = sr.DimShardingRule("data", 0).plan({"a": np.ones((8, 4)), "b": np.ones(8)}, sr.mesh_shape("data:4"))
+        assert plan.table() == str(plan) and "and 1 more row" in plan.table(1)
+        ```
+        """
+        return table_text(self.rows, self.memory(), self.findings, most)
+
     def __str__(self) -> str:
-        return table_text(self.rows, self.memory(), self.findings)
+        return self.table(MOST_ROWS)
 
     def __repr__(self) -> str:
         return f"<ShardingPlan {self.memory()}, {len(self.findings)} findings, {self.fingerprint[:12]}>"

@@ -11,7 +11,7 @@ from shardrules.core.axes import mesh_text
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import common_path, shape_text, template
 from shardrules.core.spec import array_bytes, spec_repr
-from shardrules.core.views.table import aligned
+from shardrules.core.views.table import MOST_ROWS, aligned
 from shardrules.drawing.blocks import ranges
 from shardrules.moves.assemble import moves_in_memory
 from shardrules.moves.pieces import staging_bytes
@@ -214,7 +214,9 @@ class ReshardPlan:
         return json.dumps(data, indent=1)
 
     def __str__(self) -> str:
-        lines = aligned([_HEAD, *_rows(self.moves)], _RIGHT)
+        rows = list(_rows(self.moves))
+        lines = aligned([_HEAD, *rows[:MOST_ROWS]], _RIGHT)
+        lines += [f"and {len(rows) - MOST_ROWS:,} more: `moves` has all"] * (len(rows) > MOST_ROWS)
         arrays = "1 array" if len(self.moves) == 1 else f"{len(self.moves):,} arrays"
         lines.append(f"{arrays}: {bytes_text(self.moved_bytes)} move, {bytes_text(self.kept_bytes)} stay")
         peak = self.peak_bytes

@@ -26,6 +26,7 @@ from shardrules.core.errors import (
     SpecError,
     UnknownAxisError,
     printable,
+    shortened,
     suggest,
 )
 from shardrules.core.fields import one_of
@@ -138,7 +139,7 @@ def _warn(notes: Sequence[tuple[int, str]], values: Sequence[Any], paths: Sequen
     lines = dict.fromkeys(
         f"{printable(paths[n]) or 'x'} {shape_text(np.shape(values[n]))}: {note}" for n, note in notes
     )
-    warnings.warn(f"{caller}: " + "; ".join(lines), ShardingWarning, stacklevel=4)
+    warnings.warn(f"{caller}: " + "; ".join(shortened([*lines])), ShardingWarning, stacklevel=4)
 
 
 def _mesh_of(sharding: PartitionSpec | NamedSharding, caller: str) -> AnyMesh:
@@ -265,14 +266,14 @@ def _as_jax_says_it(finding: Finding, spec: PartitionSpec, sizes: Mapping[str, i
 def _error(
     problems: Sequence[tuple[int, Finding]], paths: Sequence[str], requested: Sequence[Any], caller: str
 ) -> Exception:
-    lines: list[str] = []
+    texts: list[str] = []
     for leaf_index, finding in problems:
         item = requested[leaf_index]
         spec = spec_repr(item.spec if isinstance(item, NamedSharding) else item)
         leaf = f"{paths[leaf_index] or 'x'} {shape_text(finding.shape or ())}"
-        lines.append(f"{caller}: {spec} on {leaf}: {finding.message}")
-        if finding.code == "unknown-axis":
-            lines.append(f"    -> {finding.remedy}")
+        remedy = f"\n    -> {finding.remedy}" if finding.code == "unknown-axis" else ""
+        texts.append(f"{caller}: {spec} on {leaf}: {finding.message}{remedy}")
+    lines = shortened(texts)
     codes = [finding.code for _, finding in problems]
     if "indivisible" in codes:
         lines.append("    -> JAX would weaken this silently. indivisible='drop' keeps what divides, and warns")

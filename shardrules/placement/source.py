@@ -2,13 +2,17 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, final
 
 import attrs
 import numpy as np
 
 from shardrules.core.errors import ConfigError
+
+WHOLE_BYTES = 8 * 2**20
+"""Up to this size all shards of an array are read before any is placed, in one transfer. Beyond it, a transfer per
+shard costs little beside reading it. Halving or doubling it moves the host's peak memory by as much."""
 
 Index: TypeAlias = tuple[slice, ...]
 """One slice for each dimension, as `numpy` takes them."""
@@ -29,6 +33,8 @@ class ArraySource:
 
     - `shape`, `dtype`: of the whole array.
     - `read`: a function from a tuple of slices, one for each dimension, to that part as a numpy array of this dtype.
+    - `read_together`: a function from several such tuples to groups of parts, each with the position of its slices, for
+        a source that reads parts together in less time. Each group is placed before the next is read.
 
     ```python
     rows = np.arange(16.0, dtype=np.float32).reshape(8, 2)
@@ -41,6 +47,7 @@ class ArraySource:
     shape: tuple[int, ...] = attrs.field(converter=_as_shape)
     dtype: Any = attrs.field(converter=np.dtype)
     read: Callable[[Index], np.ndarray]
+    read_together: Callable[[Sequence[Index]], Iterable[Sequence[tuple[int, np.ndarray]]]] | None = None
 
     @property
     def ndim(self) -> int:
@@ -67,7 +74,32 @@ class ArraySource:
 
         `ConfigError` when `read` returns another shape or dtype.
         """
-        values = np.asarray(self.read(index))
+        return self._checked(self.read(index), index)
+
+    def groups(self, indices: Sequence[Index]) -> Iterator[list[tuple[int, np.ndarray]]]:
+        """Yields several parts, in groups that are read together.
+
+        **Arguments:**
+
+        - `indices`: one tuple of slices for each part.
+
+        **Returns:**
+
+        An iterator of groups: lists of parts, each with the position of its slices in `indices`.
+
+        **Raises:**
+
+        `ConfigError` when what was read has another shape or dtype.
+        """
+        if self.read_together is not None:
+            for group in self.read_together(indices):
+                yield [(position, self._checked(values, indices[position])) for position, values in group]
+            return
+        parts = ((position, self.part(index)) for position, index in enumerate(indices))
+        yield from [list(parts)] if self.nbytes <= WHOLE_BYTES else ([part] for part in parts)
+
+    def _checked(self, part: Any, index: Index) -> np.ndarray:
+        values = np.asarray(part)
         shape = tuple(len(range(*cut.indices(size))) for cut, size in zip(index, self.shape, strict=True))
         if values.shape != shape or values.dtype != self.dtype:
             raise ConfigError(

@@ -12,15 +12,11 @@ from shardrules.core.errors import MeshError
 from shardrules.core.jax_state import device_put, jit, under_trace
 from shardrules.core.keys import is_key
 from shardrules.core.spec import device_dtype
-from shardrules.placement.source import ArraySource, Index
+from shardrules.placement.source import WHOLE_BYTES, ArraySource, Index
 
 _PENDING_BYTES = 64 * 2**20
 """How many bytes may wait on the host for their transfer to end. Enough to keep a disk busy during a transfer: half of
 it makes readers of large files wait, twice as much only adds to the peak memory of the host."""
-
-_WHOLE_BYTES = 8 * 2**20
-"""Up to this size all shards of an array are read before any is placed, in one transfer. Beyond it, a transfer per
-shard costs little beside reading it. Halving or doubling it moves the host's peak memory by as much."""
 
 
 def put(values: Sequence[Any], shardings: Sequence[Sharding]) -> list[Any]:
@@ -149,35 +145,31 @@ def _move_together(values: list[jax.Array], shardings: list[Sharding]) -> list[j
 
 
 def _read_source(source: ArraySource, sharding: Sharding, pending: _Pending) -> jax.Array:
-    """Reads each distinct shard of this process once, and places it on each device that holds it."""
-    if source.nbytes > _WHOLE_BYTES:
-        return _read_by_shards(source, sharding, pending)
-    shards: dict[str, np.ndarray] = {}
+    """Reads each distinct shard of this process once, and places it on each device that holds it.
 
-    def read_shard(index: Index | None) -> np.ndarray:
-        slices = (slice(None),) * source.ndim if index is None else index
-        key = repr(slices)  # slices have no hash before Python 3.12
-        if key not in shards:
-            shards[key] = source.part(slices)
-        return shards[key]
-
-    array = jax.make_array_from_callback(source.shape, sharding, read_shard, dtype=device_dtype(source.dtype))
-    pending.add([array], sum(shard.nbytes for shard in shards.values()))
-    return array
-
-
-def _read_by_shards(source: ArraySource, sharding: Sharding, pending: _Pending) -> jax.Array:
-    """Starts to place each shard before it reads the next: a transfer for each, so that the host holds few of them."""
+    What is read together is placed before more is read, so that the host holds little of the array.
+    """
     shard_devices: dict[str, tuple[Index, list[Any]]] = {}
     for device, index in sharding.addressable_devices_indices_map(source.shape).items():
         slices = (slice(None),) * source.ndim if index is None else index
-        shard_devices.setdefault(repr(slices), (slices, []))[1].append(device)
-    shards: list[jax.Array] = []
-    for slices, devices in shard_devices.values():
-        shard = source.part(slices)
-        targets = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
-        copies = device_put([shard] * len(devices), targets)
-        shards += copies
-        pending.add(copies, shard.nbytes)
+        shard_devices.setdefault(repr(slices), (slices, []))[1].append(device)  # no hash before Python 3.12
+    groups = source.groups([slices for slices, _ in shard_devices.values()])
     dtype = device_dtype(source.dtype)  # a process may hold no shard to infer it from
+    if source.nbytes <= WHOLE_BYTES:
+        keys = list(shard_devices)
+        parts = {keys[position]: part for group in groups for position, part in group}
+        whole = repr((slice(None),) * source.ndim)
+        array = jax.make_array_from_callback(
+            source.shape, sharding, lambda index: parts[whole if index is None else repr(index)], dtype=dtype
+        )
+        pending.add([array], sum(part.nbytes for part in parts.values()))
+        return array
+    devices = [devices for _, devices in shard_devices.values()]
+    shards: list[jax.Array] = []
+    for group in groups:
+        pairs = [(part, device) for position, part in group for device in devices[position]]
+        targets = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for _, device in pairs]
+        copies = device_put([part for part, _ in pairs], targets)
+        shards += copies
+        pending.add(copies, sum(part.nbytes for _, part in group))
     return jax.make_array_from_single_device_arrays(source.shape, sharding, shards, dtype=dtype)

@@ -5,7 +5,6 @@ deadline; findings are made from what the searches returned.
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,9 +82,12 @@ def autoplan(
         far is returned, with its gap and a finding. Plans do not depend on it otherwise. Tracing the function and
         reading its layouts is not interrupted: it takes about a second for a thousand operations.
     - `prove`: whether the compiler decides what fits, instead of a model of it: the best few plans are compiled within
-        the time limit, for the mesh's devices, or for those of the hardware if the mesh has none. What they need
-        corrects the model for this function, and the cheapest that fits is returned. Arguments that come back as
-        results count as donated. A compiler is not interrupted either.
+        the time limit, for the mesh's devices, or for those of the hardware if the mesh has none. The plan that fits by
+        the model comes first, then the fastest of all, whatever the model says of it. What they need corrects the model
+        for this function, and the fastest that the compiler says fits is returned: never a worse plan than without.
+        A plan that the compiler fails at, or has no time for, is returned if it fits by the model and nothing else is
+        proved to fit, with a finding. Arguments that come back as results count as donated. A compiler is not
+        interrupted either.
 
     **Returns:**
 
@@ -126,9 +128,7 @@ def autoplan(
     check_mesh(mesh)
     query = read_query(fn, args, mesh, options)
     query.check_possible()
-    # If the compiler is to decide what fits, the first plan it is asked about is the fastest of all.
-    first = query if not prove else attrs.evolve(query, limit_bytes=sys.maxsize)
-    return answer_query(query, first.search(deadline.share(2) if prove else deadline), deadline)
+    return answer_query(query, query.search(deadline), deadline)
 
 
 def _best_mesh(
@@ -193,7 +193,7 @@ def answer_query(query: Query, result: SearchResult, deadline: Deadline) -> Auto
 
 
 def _findings(query: Query, plan: AutoPlan, costs: PinCosts) -> Iterator[Finding]:
-    if not plan.compiled:  # what was compiled has findings already
+    if not plan.is_compiled:  # what was compiled has findings already
         if not plan.fits:
             yield may_not_fit(query.call, query.limit_bytes, plan.peak_bytes, list(query.pinned), costs)
         elif plan.result.fits and not plan.result.is_tight and plan.result.peak_bytes > query.limit_bytes:

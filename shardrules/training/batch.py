@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import jax.tree_util as jtu
 import numpy as np
 
-from shardrules.core.errors import ConfigError, ConfigTypeError, printable
+from shardrules.core.errors import ConfigError, ConfigTypeError, printable, shortened
 from shardrules.core.tree import array_kind, leaf_paths
 
 ExampleDims: TypeAlias = tuple[int | None, ...]
@@ -46,7 +46,9 @@ def named_dims(batch: Any, example_dims: Any) -> ExampleDims:
     if len(dict.fromkeys(counts.values())) > 1:
         problems += [f"{text}: {count} examples" for text, count in counts.items()]
     if problems:
-        raise ConfigError("example_dims does not fit the batch:\n  " + "\n  ".join(problems) + f"\n{_REMEDY}")
+        raise ConfigError(
+            "example_dims does not fit the batch:\n  " + "\n  ".join(shortened(problems)) + f"\n{_REMEDY}"
+        )
     if not counts:
         raise ConfigError("example_dims names no dim of examples")
     return tuple(dims)
@@ -90,7 +92,7 @@ def guessed_dims(batch: Any, trace: Callable[[ExampleDims, int], Any]) -> Exampl
         "the first dims of the batch's arrays differ, and the loss can be traced with other sizes of "
         + ("several" if growing else "none")
         + " of them. Which have the examples?\n  "
-        + "\n  ".join(lines)
+        + "\n  ".join(shortened(lines))
         + f"\n{_REMEDY}"
     )
 

@@ -23,7 +23,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
 from shardrules.analysis.compiling.model_flops import without_dead_code
-from shardrules.core.errors import MicrobatchError
+from shardrules.core.errors import MicrobatchError, shortened
 from shardrules.training.accumulation import accumulation_dtype
 from shardrules.training.examples.facts import Fact
 from shardrules.training.examples.pairs import Counts, Pair
@@ -410,7 +410,7 @@ def _check(trace: TracedLoss, body: BodyFacts) -> None:
     if reasons:
         raise MicrobatchError(
             f"{trace.name} is not a sum over the examples of its batch:\n  "
-            + "\n  ".join(reasons)
+            + "\n  ".join(shortened(reasons))
             + "\nKeep the batch whole (one microbatch), or compute this for each example"
         )
 

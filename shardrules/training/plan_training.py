@@ -10,7 +10,15 @@ import jax.numpy as jnp
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.callables import name_of
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, PlanError, printable, suggest
+from shardrules.core.errors import (
+    ConfigError,
+    ConfigTypeError,
+    DoesNotFitError,
+    PlanError,
+    printable,
+    shortened,
+    suggest,
+)
 from shardrules.core.fields import read_bytes
 from shardrules.core.rule import ShardingRule
 from shardrules.core.tree import array_kind
@@ -90,8 +98,10 @@ def plan_training(
     - `hardware`: what the devices reach, a sheet or the name of one (`"cuda:h100"`); by default that of the cluster.
     - `time_limit`: the seconds that planning may take. If it is reached, the best plan so far is returned, with a
         finding.
-    - `prove`: how many plans to compile, which takes up to minutes each, so that the compiler decides what fits. The
-        best of them is returned; where none fits, others are searched for that leave more room.
+    - `prove`: how many plans to compile, which takes up to minutes each, so that the compiler decides what fits: first
+        the plan that is returned without it, and the fastest of all, beside these, whatever the model of memory says of
+        it. The fastest that fits is returned; where none does, others are searched for that leave more room. A plan
+        that the compiler fails at is returned only if nothing else is proved to fit.
     - `progress`: called with a line of text for each step that is planned.
 
     **Returns:**
@@ -132,6 +142,8 @@ def plan_training(
             raise ConfigTypeError(f"{argument} must be a function, got {printable(repr(value)):.80}")
     deadline = Deadline.after(time_limit)
     devices = Cluster.of(cluster, hardware)
+    if prove:
+        devices.compile_target().devices()  # without its compiler, nothing has to be searched for
     if host_memory is not None and read_bytes("host_memory", host_memory) and devices.hardware.is_cpu:
         raise ConfigError(f"host_memory is {host_memory!r}, but CPU devices have no memory of a host besides their own")
     _check_pins(pins, devices)
@@ -190,7 +202,7 @@ def _check_outcomes(search: TrainingSearch, name: str) -> None:
     cluster = search.problem.cluster.name
     if not lines:
         lines = [f"{search.stages} stages: {search.why_no_stages}"]
-    text = f"{name} cannot be trained on {cluster}: no mesh can be planned for:\n  " + "\n  ".join(lines)
+    text = f"{name} cannot be trained on {cluster}: no mesh can be planned for:\n  " + "\n  ".join(shortened(lines))
     needed = [outcome.peak_bytes for outcome in refusals if outcome.peak_bytes]
     if needed:
         raise DoesNotFitError(f"{text}\nEvery plan needs {bytes_text(min(needed))} or more", min(needed))

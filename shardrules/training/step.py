@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from shardrules.core.boxes import is_variable, parameter_type, variable_types, write_variables
-from shardrules.core.errors import ConfigError, ConfigTypeError, PlanError, TreeError, printable
+from shardrules.core.errors import ConfigError, ConfigTypeError, PlanError, TreeError, printable, shortened
 from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.training.accumulation import accumulation_dtype
 from shardrules.training.host_state import is_any_on_host, update_by_parts
@@ -277,7 +277,7 @@ def _with_new_state(model: Any, aux: Any) -> Any:
         if problems:
             raise ConfigTypeError(
                 "aux has an eqx.nn.State with other arrays than the model's:\n  "
-                + "\n  ".join(problems)
+                + "\n  ".join(shortened(problems))
                 + "\nReturn states out of jax.vmap with out_axes=None"
             )
         nodes[index] = _with_dtypes(state, nodes[index])

@@ -3,6 +3,7 @@
 import pickle
 
 import jax
+import numpy as np
 import pytest
 
 import shardrules as sr
@@ -39,6 +40,28 @@ def test_errors_pickle(name: str) -> None:
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_print_their_message(name: str) -> None:
     assert ("the axis does not divide" if name in ARGUMENTS else "it does not fit: 3 of 4") in str(build(name))
+
+
+def test_errors_of_any_length_print_their_beginning() -> None:
+    error = sr.errors.TreeError("x" * 10**6)
+    assert str(error) == "x" * 20_000 + " ... and 980,000 more characters"
+    assert pickle.loads(pickle.dumps(error)).args == error.args
+
+
+def test_errors_list_the_first_of_many_faults_and_how_many_more_there_are() -> None:
+    mesh = sr.mesh_shape("data:4")
+    rule = sr.DimShardingRule("data", 0)
+    # Each of another shape, so that none are merged.
+    names = [f"{index:x}".translate(str.maketrans("0123456789", "ghijklmnop")) for index in range(16_000)]
+    tree = {f"{name}z": jax.ShapeDtypeStruct((7, index + 1), np.float32) for index, name in enumerate(names)}
+    plan = rule.plan(tree, mesh)
+    with pytest.raises(sr.errors.PlanError, match=r"\n  and 15,980 more$") as caught:
+        plan.check()
+    assert len(caught.value.findings) == 16_000
+    assert len(str(caught.value)) < 10_000
+    sound = rule.plan({"w": jax.ShapeDtypeStruct((8, 8), np.float32)}, mesh)
+    with pytest.raises(sr.errors.TreeError, match=r"\nand 15,981 more$"):
+        sound.bind(tree)
 
 
 def test_a_missing_mesh_is_a_failed_assertion_too() -> None:

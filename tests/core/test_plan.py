@@ -105,6 +105,23 @@ def test_layers_that_differ_are_rows_of_their_own() -> None:
     assert [line.split()[0] for line in table[2:4]] == ["*", "2"]
 
 
+def test_large_tables_are_cut_and_say_how_to_see_all_rows() -> None:
+    tree = {f"{'abcdefghij'[index % 10]}{'klmnopqrst'[index // 10 % 10]}x": f32(8, index + 1) for index in range(500)}
+    plan = sr.DimShardingRule("data", 0).plan([tree, {f"w{n}": f32(8, 2000 + n) for n in range(1000)}], SMALL)
+    count = len(plan.rows)
+    assert count > 1000
+    lines = str(plan).splitlines()
+    assert lines[402] == f"and {count - 400:,} more rows: plan.table() has all"
+    assert lines[403] == str(plan.memory())
+    assert len(plan.table().splitlines()) == len(lines) + count - 401
+    assert f"and {count - 1:,} more rows" in plan.table(1)
+    assert f"and {count - 400:,} more rows" in plan._repr_html_()
+    other = sr.ReplicateShardingRule().plan([tree, {f"w{n}": f32(8, 2000 + n) for n in range(1000)}], SMALL)
+    changes = str(plan.diff(other)).splitlines()
+    assert changes[400] == f"and {count - 400:,} more: diff.groups() has all"
+    assert len(changes) == 402
+
+
 def test_rows_do_not_depend_on_what_the_rule_reads_of_indices() -> None:
     reads = sr.RegexShardingRule([("layers/7/", P("data")), ("layers", P("data"))])
     plan = reads.plan(llama(), MESH)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -172,6 +173,30 @@ def test_the_header_names_the_plan(browser: Any, small: Path) -> None:
         head = page.inner_text("main")[:400]
         assert str(len(plan.paths) + 2) in head
         assert plan.fingerprint[:8] in head
+
+
+def test_the_head_counts_the_findings_of_all_sections(browser: Any, tmp_path: Path) -> None:
+    def finding(severity: Any, code: str) -> sr.Finding:
+        return sr.Finding(severity, code, "it is so")
+
+    w, x = shapes((64, 64)), shapes((512, 64))
+    plan = sr.SpecTreeShardingRule({"w": P("data", "model")}).plan({"w": w}, MESH)
+    audit = sr.ShardingAnalyzer(MESH).audit(lambda w, x: x @ w, w, x)
+    planned = sr.reports.AutoPlanReport.of(sr.autoplan(lambda w, x: x @ w, w, x, mesh=MESH))
+    step = sr.plan_training(in_layers, shapes((4, 64, 64)), optax.sgd(0.1), x, cluster="cpu:4").report
+    severities = "error", "warning", "warning", "note"
+    audit = attrs.evolve(audit, findings=tuple(finding(each, f"audit-{i}") for i, each in enumerate(severities)))
+    planned = attrs.evolve(planned, findings=(finding("warning", "planned"), finding("note", "planned")))
+    step = attrs.evolve(step, findings=(finding("warning", "training"),))
+    file = tmp_path / "page.html"
+    file.write_text(sr.report_page(plan, audit=audit, planned=planned, training=step))
+    with opened(browser, file) as page:
+        assert texts(page, "#summary .badge") == ["1 error", "4 warnings", "2 notes"]
+        assert page.locator(".finding").count() == 7
+        assert texts(page, "#sections b") == ["4", "2", "1"]
+    file.write_text(sr.report_page(plan, planned=attrs.evolve(planned, findings=planned.findings[1:])))
+    with opened(browser, file) as page:
+        assert texts(page, "#summary .badge") == ["no errors, no warnings", "1 note"]
 
 
 def test_search_by_words_specs_and_paths(browser: Any, small: Path) -> None:

@@ -25,7 +25,7 @@ from shardrules.analysis.compiling.source import names_other_mesh, naming_lines
 from shardrules.core.axes import AnyMesh, mesh_sizes
 from shardrules.core.boxes import ArgumentVariables
 from shardrules.core.callables import name_of
-from shardrules.core.errors import DoesNotFitError, MissingCompilerError
+from shardrules.core.errors import CompileError, DoesNotFitError, MissingCompilerError
 from shardrules.core.finding import plan_error
 from shardrules.core.tree import array_kind, leaf_paths
 
@@ -48,6 +48,17 @@ _LACKS_CUDNN = re.compile(r"cuDNN (is )?not (found|detected)")
 _TOLERANT: Options = {"xla_tpu_no_crash_on_oom": True}
 """Makes libtpu finish a program that is larger than the memory, as the compilers for CPUs and GPUs always do."""
 
+_UNTILED = re.compile(r"[Tt]il(e sizes|ing)|[Tt]riton")
+"""In XLA's errors where it has no tiles for a matmul that it fused for Triton: those it would find by running some on a
+GPU, which compiling without one cannot."""
+
+_WITHOUT_TRITON: Options = {"xla_gpu_enable_triton_gemm": False}
+"""Makes XLA leave matmuls to cuBLAS."""
+
+_LONGEST_WORDS = 400
+"""How many characters of a compiler's error are in ours, which has the whole one as its cause. Halved, the operation is
+often cut off; doubled, it is followed by what only XLA's authors read."""
+
 
 @final
 @attrs.frozen
@@ -61,6 +72,8 @@ class CompilerMemory:
     temporary_bytes: int
     host_argument_bytes: int = 0
     """Arguments in the host's memory, where the compiler counts them apart."""
+    flag: str = ""
+    """The flag without which the compiler fails, as in `CompileError`."""
 
     @property
     def peak_bytes(self) -> int:
@@ -275,9 +288,15 @@ def compile_for(
 
 
 def compiled_memory(lowered: jax.stages.Lowered, mesh: Mesh) -> CompilerMemory:
-    """Returns what a lowered function needs once it is compiled for `mesh`."""
+    """Returns what a lowered function needs once it is compiled for `mesh`; with a flag if the compiler fails else."""
     with _capturing_stderr():
-        compiled, _ = _compile(lowered, mesh, tolerant=True, options={})
+        try:
+            compiled, _ = _compile(lowered, mesh, tolerant=True, options={})
+        except CompileError as error:
+            if not error.flag:
+                raise
+            compiled, _ = _compile(lowered, mesh, tolerant=True, options=_WITHOUT_TRITON)
+            return attrs.evolve(_memory_of(compiled), flag=error.flag)
     return _memory_of(compiled)
 
 
@@ -338,7 +357,7 @@ def _compile(
         text = str(error)
         # libtpu reports the same code for a kernel that overflows VMEM: that is a bug of the kernel, and no mesh helps.
         if "RESOURCE_EXHAUSTED" not in text or "vmem" in text.lower():
-            raise
+            raise _compile_error(mesh, error, options) from error
         first = text.partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
         if tolerant and platform == "tpu":
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # a program that is far too large is refused again
@@ -348,6 +367,22 @@ def _compile(
             "more, make the batch smaller, or recompute activations (jax.checkpoint)",
             _needed_bytes(text),
         ) from error
+
+
+def _compile_error(mesh: Mesh, error: Exception, options: Options) -> CompileError:
+    """The error for what a compiler says, with the flag that avoids it if one is known that is not set."""
+    platform, text = mesh.devices.flat[0].platform, str(error)
+    words = text.partition("\n")[0][:_LONGEST_WORDS] or type(error).__name__
+    message = f"the compiler for {platform} fails: {words}"
+    (name,) = _WITHOUT_TRITON
+    if platform != "gpu" or name in options or not _UNTILED.search(text):
+        return CompileError(message)
+    flag = f"{name}=false"
+    return CompileError(
+        f"{message}. It lacks the tiles of a matmul, which it finds by measuring where there is a GPU. Add --{flag} to "
+        f'the target, as in target="cuda:h100:8 --{flag}"',
+        flag,
+    )
 
 
 def _needed_bytes(text: str) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from shardrules.core.errors import TreeError, printable
+from shardrules.core.errors import TreeError, printable, shortened
 from shardrules.core.finding import shape_text
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.tree import Survey, survey
@@ -50,7 +50,7 @@ def bind_decisions(
         f"  {printable(path)}: in the plan, not in the tree" for path in kind_by_path if path not in tree_paths
     ]
     if problems:
-        raise TreeError("the tree differs from the planned one:\n" + "\n".join(problems))
+        raise TreeError("the tree differs from the planned one:\n" + "\n".join(shortened(problems)))
     return tree_survey, tuple(moved)
 
 

@@ -11,6 +11,7 @@ from shardrules.core.check import bytes_text
 from shardrules.core.errors import printable
 from shardrules.core.finding import common_path, shape_text, template
 from shardrules.core.leaf import Decision, Leaf
+from shardrules.core.views.table import MOST_ROWS
 
 
 @final
@@ -124,7 +125,8 @@ class PlanDiff:
         if not self:
             return "no difference"
         lines = [] if self.old_mesh == self.new_mesh else [printable(f"mesh {self.old_mesh} -> {self.new_mesh}")]
-        for group in self.groups():
+        groups = self.groups()
+        for group in groups[:MOST_ROWS]:
             first = group.changes[0]
             count = f"  x{len(group.changes)}" if len(group.changes) > 1 else ""
             lines.append(
@@ -132,6 +134,8 @@ class PlanDiff:
                 f"{printable(first.old) or 'absent'} -> {printable(first.new) or 'absent'}  "
                 f"{bytes_text(group.old_bytes)} -> {bytes_text(group.new_bytes)} per device"
             )
+        if len(groups) > MOST_ROWS:
+            lines.append(f"and {len(groups) - MOST_ROWS:,} more: diff.groups() has all")
         growth = sum(change.new_bytes - change.old_bytes for change in self.changes)
         count = "1 leaf differs" if len(self.changes) == 1 else f"{len(self.changes)} leaves differ"
         lines.append(f"{count}, {'+' if growth >= 0 else ''}{bytes_text(growth)} per device")

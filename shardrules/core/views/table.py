@@ -9,8 +9,8 @@ import attrs
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import printable
-from shardrules.core.finding import Finding, common_path, shape_text, template
+from shardrules.core.errors import MOST_LISTED, printable
+from shardrules.core.finding import Finding, common_path, listing, shape_text, template
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.spec import spec_repr
 
@@ -19,6 +19,11 @@ COLUMNS = ("path", "shape", "dtype", "spec", "bytes/device", "rule", "reason")
 
 BYTES_COLUMN = 4
 """The column with numbers, which is aligned to the right."""
+
+MOST_ROWS = 400
+"""How many rows tables print unless they are asked for more. Chosen by hand: equal layers share a row, so that models
+that people write have fewer. Doubled, tables of a million rows scroll longer; halved, models with many small modules
+are cut."""
 
 
 @final
@@ -110,16 +115,26 @@ def totals(kinds: Sequence[Leaf], decisions: Sequence[Decision], counts: Sequenc
     )
 
 
-def table_text(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]) -> str:
-    """Returns the table as aligned text, followed by the totals and the findings."""
-    lines = [*aligned([COLUMNS, *(row.cells() for row in table)], (BYTES_COLUMN,)), str(totals)]
+def table_lines(table: Sequence[Row], most: int | None = None) -> list[str]:
+    """Returns the table as aligned lines: of the first rows, and how many more there are; by default all."""
+    lines = aligned([COLUMNS, *(row.cells() for row in table[:most])], (BYTES_COLUMN,))
+    return lines if most is None or len(table) <= most else [*lines, _more(len(table) - most)]
+
+
+def _more(count: int) -> str:
+    return f"and {count:,} more row{'s' * (count > 1)}: plan.table() has all"
+
+
+def table_text(table: Sequence[Row], totals: Totals, findings: Sequence[Finding], most: int | None = None) -> str:
+    """Returns the table as aligned text, at most so many rows of it, followed by the totals and the findings."""
+    lines = [*table_lines(table, most), str(totals)]
     if findings:
         counter = collections.Counter(finding.severity for finding in findings)
         counts = [f"{count} {severity}{'s' * (count > 1)}" for severity, count in counter.items()]
         lines += ["", f"findings: {', '.join(counts)}"]
         # Notes are not printed: the table itself shows which leaves have no opinion.
         printed = [finding for finding in findings if finding.severity != "note"]
-        lines += [f"  {line}" for finding in printed for line in str(finding).splitlines()]
+        lines += [listing(printed)] if printed else []
     return "\n".join(lines)
 
 
@@ -154,9 +169,13 @@ def table_html(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]
             f"<td style='text-align:{_side(column)}'>{html.escape(cell)}</td>" for column, cell in enumerate(cells)
         )
         + "</tr>"
-        for cells in (row.cells() for row in table)
+        for cells in (row.cells() for row in table[:MOST_ROWS])
     )
-    notes = "".join(f"<li><pre>{html.escape(str(finding))}</pre></li>" for finding in findings)
+    if len(table) > MOST_ROWS:
+        body += f"<tr><td colspan='{len(COLUMNS)}'>{_more(len(table) - MOST_ROWS)}</td></tr>"
+    notes = "".join(f"<li><pre>{html.escape(str(finding))}</pre></li>" for finding in findings[:MOST_LISTED])
+    if len(findings) > MOST_LISTED:
+        notes += f"<li>and {len(findings) - MOST_LISTED:,} more</li>"
     return (
         f"<table><caption style='text-align:left'>{html.escape(str(totals))}</caption>"
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" + (f"<ul>{notes}</ul>" if notes else "")

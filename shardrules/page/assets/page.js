@@ -190,25 +190,31 @@
 
   // ------------------------------------------------------------------ header
 
+  /** The findings of everything that the page shows: of the plan, and of what stands below it. */
+  const allFindings = () => [data, ...Object.values(data)].flatMap((part) => part?.findings ?? []);
+
   function drawHeader() {
     const { total_bytes: whole, device_bytes: each } = totals;
     const best = data.device_count > 1 && whole > 0 && `, ${percent(1, data.device_count)} at best`;
-    const problems = ["error", "warning"].map((severity) => [severity, data.findings.filter((one) => one.severity === severity).length]);
-    const badges = problems.filter(([, n]) => n).map(([severity, n]) => [badge(severity, plural(n, severity)), " "]);
+    const found = allFindings();
+    const amounts = ["error", "warning", "note"].map((severity) => [severity, found.filter((one) => one.severity === severity).length]);
+    const badges = amounts.filter(([, n]) => n).map(([severity, n]) => [badge(severity, plural(n, severity)), " "]);
+    const calm = amounts.every(([severity, n]) => severity === "note" || !n) && [badge("good", "no errors, no warnings"), " "];
     $("summary").append(...definitions("dl", [
       ["Mesh", [chips(data.mesh), el("small", {}, plural(data.device_count, "device"))]],
       ["Arrays", count(totals.arrays)],
       ["Total", size(whole)],
       ["Per device", [size(each), el("small", {}, percent(each, whole), " of the total", best)]],
-      ["Findings", badges.length ? badges : badge("good", "no errors, no warnings")],
+      ["Findings", [calm, ...badges]],
       ["Fingerprint", el("code.hash", { title: data.fingerprint }, data.fingerprint)],
     ]).children);
     $("summary").hidden = false;
   }
 
   function drawSectionLinks() {
-    const links = [["findings", "Findings", data.findings.length], ["treemap", "Map"], ["arrays", "Arrays"], ["audit", "Audit"], ["autoplan", "Autoplan"], ["training", "Training"], ["origin", "Rules"]];
-    $("sections").append(...links.filter(([id]) => $(id)).map(([id, text, n]) => el("a", { href: `#${id}` }, text, n && el("b", {}, n))));
+    const links = [["findings", "Findings"], ["treemap", "Map"], ["arrays", "Arrays"], ["audit", "Audit"], ["autoplan", "Autoplan"], ["training", "Training"], ["origin", "Rules"]];
+    const amount = (id) => (id === "findings" ? data : data[id])?.findings?.length;
+    $("sections").append(...links.filter(([id]) => $(id)).map(([id, text]) => el("a", { href: `#${id}` }, text, amount(id) > 0 && el("b", {}, count(amount(id))))));
   }
 
   // ------------------------------------------------------------------ findings

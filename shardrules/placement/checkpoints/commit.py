@@ -1,33 +1,54 @@
 """Files that several processes write together, and that appear all at once or not at all.
 
-The first process makes each file under a temporary name, all processes write their parts, and only when all parts are
-on the disk does the first process rename them. After each step the processes exchange whether it went well: if one of
-them fails, all raise, and none waits for ever.
+The first process makes each file under a temporary name, all processes write their parts and the checksums of these,
+and only when all parts are on the disk does the first process rename them. After each step the processes exchange
+whether it went well: if one of them fails, all raise, and none waits for ever.
+
+A temporary name is `.NAME.TOKEN.saving`. The first process draws the token, which nobody can foresee, and tells it to
+the others; a file that exists is never opened. A process that was killed leaves such a file, and the next save under
+the same name removes it: so two jobs cannot save under one name at once.
 """
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, final
 
 import attrs
+import numpy as np
 
 from shardrules.core.errors import CheckpointError, DisagreementError
-from shardrules.core.jax_state import process_id
+from shardrules.core.jax_state import process_count, process_id
 from shardrules.mesh.processes import exchange
+from shardrules.placement.checkpoints.checksums import (
+    SUM_CHARS,
+    UNKNOWN,
+    block_count,
+    block_sums,
+    sealed,
+    sums_start,
+    sums_text,
+    unknown_sums,
+)
 from shardrules.placement.checkpoints.saved import SavedLeaf
-from shardrules.placement.checkpoints.tensor_writer import local_parts, write_at, write_tensor
-
-TEMPORARY = ".saving"
-"""The end of the names of files that are being written. A process that was killed leaves them behind."""
+from shardrules.placement.checkpoints.tensor_writer import local_parts, read_at, write_at, write_tensor
 
 _PLANS = "what is saved"
 """The step in which processes compare what they save."""
+
+_TEMPORARY = ".saving"
+"""The end of the names of files that are being written."""
+
+_TOKEN_BYTES = 8
+"""64 bits that nobody guesses. Half of them are found by trying, double only makes names longer."""
 
 _AT_FDCWD = -100
 """For `renameat2`: paths are relative to the folder of the process."""
@@ -46,11 +67,14 @@ class FileLayout:
     """Headers, each with its offset."""
     tensors: tuple[tuple[int, int], ...]
     """The index of a leaf, and the offset at which it begins."""
+    block: int
+    """The bytes of the blocks that have checksums; their text is in the last of `texts`."""
 
     @property
-    def temporary(self) -> Path:
-        """The file while it is being written."""
-        return self.path.with_name(f".{self.path.name}{TEMPORARY}")
+    def sums_offset(self) -> int:
+        """Where the checksums begin in the file."""
+        offset, text = self.texts[-1]
+        return offset + sums_start(text)
 
 
 @final
@@ -84,8 +108,8 @@ class Saving:
             self.agree(_PLANS, error)
             raise
 
-    def agree_on(self, leaves: Sequence[SavedLeaf], layout: str, notes: Any = None) -> tuple[list[int], Any]:
-        """Returns which process writes each leaf that processes have whole, and the notes of the first process.
+    def agree_on(self, leaves: Sequence[SavedLeaf], layout: str, notes: Any = None) -> tuple[list[int], str, Any]:
+        """Returns which process writes each leaf that processes have whole, and a token and the notes of the first.
 
         Raises where the processes do not save the same.
         """
@@ -93,76 +117,119 @@ class Saving:
         texts = [f"{leaf.path} {leaf.dtype}{leaf.shape}{_number(leaf)}" for leaf in leaves]
         digest = hashlib.sha256("\n".join([layout, *texts]).encode(errors="surrogatepass")).hexdigest()
         local = "".join("01"[leaf.is_local] for leaf in leaves)
-        results = self.agree(_PLANS, None, [digest, local, notes])
-        different = [str(process) for process, (other, _, _) in enumerate(results) if other != results[0][0]]
+        results = self.agree(_PLANS, None, [digest, local, secrets.token_hex(_TOKEN_BYTES), notes])
+        different = [str(process) for process, (other, *_) in enumerate(results) if other != results[0][0]]
         if different:
             raise DisagreementError(
                 f"{self.title}: the tree of process {', '.join(different)} differs from process 0's in paths, shapes, "
                 "dtypes or Python numbers. Save the same tree on every process"
             )
         # What is local everywhere is written by the first process; what is on the devices of one process, by that one.
-        columns = map("".join, zip(*(local for _, local, _ in results), strict=True))
-        return [column.find("1") for column in columns], results[0][2]
+        columns = map("".join, zip(*(local for _, local, *_ in results), strict=True))
+        return [column.find("1") for column in columns], results[0][2], results[0][3]
 
     def write(
         self,
         files: Sequence[FileLayout],
         leaves: Sequence[SavedLeaf],
         writers: Sequence[int],
-        prepare: Callable[[], None] = lambda: None,
+        token: str,
+        leftovers: str,
+        finish: Callable[[], None],
+        undo: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writes all files under their temporary names; the first process calls `prepare` before."""
+        """Writes all files and gives them their names.
+
+        What killed processes have left of files whose names match `leftovers` is removed before. The first process
+        calls `finish` at the end, and `undo` if that fails.
+        """
+        process = process_id()
+        names = [temporary_name(file.path, token) for file in files]
+        pairs = list(zip(files, names, strict=True))
+        folders: list[Path] = []
 
         def create() -> None:
-            prepare()
-            for file in files:
-                _create(file)
-
-        with self._cleanup(files):
-            self.agree("the files", error_of(create if process_id() == 0 else lambda: None))
-            self.agree("the arrays", error_of(lambda: [_fill(file, leaves, writers) for file in files]))
-
-    def commit(
-        self, files: Sequence[FileLayout], finish: Callable[[], None], undo: Callable[[], None] = lambda: None
-    ) -> None:
-        """Gives the files their names on the first process, which then calls `finish`; where that fails, `undo`."""
+            folders.extend(make_folders(files[0].path.parent))
+            remove_leftovers(files[0].path.parent, leftovers)
+            for file, name in pairs:
+                _create(file, name)
 
         def rename() -> None:
             try:
-                for file in files:
-                    file.temporary.replace(file.path)
+                for file, name in pairs:
+                    _seal(file, name)
+                for file, name in pairs:
+                    name.replace(file.path)
                 finish()
             except BaseException:
                 undo()
                 raise
 
-        with self._cleanup(files):
-            self.agree("the names", error_of(rename if process_id() == 0 else lambda: None))
-
-    @contextlib.contextmanager
-    def _cleanup(self, files: Sequence[FileLayout]) -> Iterator[None]:
-        """Removes the temporary files if something fails."""
         try:
-            yield
+            self.agree("the files", error_of(create if process == 0 else lambda: None))
+            self.agree("the arrays", error_of(lambda: [_fill(*pair, leaves, writers) for pair in pairs]))
+            self.agree("the checksums", error_of(lambda: [_fill_sums(*pair, leaves) for pair in pairs]))
+            self.agree("the names", error_of(rename if process == 0 else lambda: None))
         except BaseException:
-            if process_id() == 0:
-                for file in files:
-                    with contextlib.suppress(OSError):
-                        file.temporary.unlink()
+            if process == 0:
+                remove(names)
+                remove_folders(folders)
             raise
 
 
-def write_synced(path: Path, text: str) -> None:
+def temporary_name(path: Path, token: str) -> Path:
+    """Returns the name of a file or a folder while it is written."""
+    return path.with_name(f".{path.name}.{token}{_TEMPORARY}")
+
+
+def remove_leftovers(folder: Path, names: str) -> None:
+    """Removes what killed processes have left of saves under names that match a regular expression."""
+    name = re.compile(rf"\.({names})\.[0-9a-f]{{{2 * _TOKEN_BYTES}}}{re.escape(_TEMPORARY)}.*", re.DOTALL)
+    if folder.is_dir():
+        remove([entry for entry in folder.iterdir() if name.fullmatch(entry.name)])
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Removes files, links and folders, as far as that is possible."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def make_folders(folder: Path) -> list[Path]:
+    """Makes a folder and those that it is in; returns those that were missing, the outermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def remove_folders(folders: Sequence[Path]) -> None:
+    """Removes folders that are empty, the last first."""
+    for folder in reversed(folders):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _open_new(path: Path) -> int:
+    """Makes a file; one that exists, or a link, raises."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def write_synced(path: Path, text: bytes) -> None:
     """Writes a small file as a whole or not at all."""
-    temporary = path.with_name(f".{path.name}{TEMPORARY}")
+    temporary = temporary_name(path, secrets.token_hex(_TOKEN_BYTES))
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        remove_leftovers(path.parent, re.escape(path.name))
+        with os.fdopen(_open_new(temporary), "wb") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        remove([temporary])
     sync_folder(path.parent)
 
 
@@ -201,16 +268,14 @@ def replaced_folder(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.replaced"
 
 
-def remove_leftover_folders(new: Path, old: Path) -> None:
+def remove_leftover_folders(old: Path) -> None:
     """Removes what a killed process has left of `replace_folder`, or gives `old` its name back."""
     aside = replaced_folder(old)
     # Scripts may have made an empty folder since.
-    if aside.is_dir() and not old.is_file() and not any(old.glob("*")):
+    if aside.is_dir() and not aside.is_symlink() and not old.is_file() and not any(old.glob("*")):
         aside.replace(old)
-    if new.is_symlink() or new.is_file():
-        new.unlink()
-    for folder in (new, aside):
-        shutil.rmtree(folder, ignore_errors=True)
+    remove([aside])
+    remove_leftovers(old.parent, re.escape(old.name))
 
 
 def _exchange_names(first: Path, second: Path) -> bool:
@@ -236,37 +301,89 @@ def _number(leaf: SavedLeaf) -> str:
     return f" {leaf.value!r}" if isinstance(leaf.value, bool | int | float | complex) else ""
 
 
-def _create(file: FileLayout) -> None:
-    file.path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(file.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+def _create(file: FileLayout, name: Path) -> None:
+    handle = _open_new(name)
     try:
-        os.truncate(handle, file.size)
+        _reserve(handle, file.size)
         for offset, text in file.texts:
             write_at(handle, offset, text)
-        os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def _fill(file: FileLayout, leaves: Sequence[SavedLeaf], writers: Sequence[int]) -> None:
-    """Writes what this process has of the tensors of a file."""
-    process = process_id()
-    parts = [
-        (leaf_index, offset, local_parts(leaves[leaf_index], writers[leaf_index] == process))
-        for leaf_index, offset in file.tensors
-    ]
-    if not any(tensor_parts for _, _, tensor_parts in parts):
-        return
+def _reserve(handle: int, size: int) -> None:
+    """Gives a new file its size, and its place on the disk where the system can do so at once: then writing is faster.
+
+    A disk that is too full raises.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "fallocate"):
+        if libc.fallocate(handle, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
+            return
+        error = ctypes.get_errno()
+        if error in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(error, os.strerror(error))
+    os.truncate(handle, size)
+
+
+@contextlib.contextmanager
+def _opened(name: Path, *, sync: bool) -> Iterator[int]:
+    """A file that the first process has made; `sync` waits until it is on the disk."""
     try:
-        handle = os.open(file.temporary, os.O_RDWR)
+        handle = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"process {process} does not see {file.temporary}, which process 0 has made: all processes must write to "
-            "one file system"
+            f"process {process_id()} does not see {name}, which process 0 has made: all processes must write to one "
+            "file system"
         ) from error
     try:
-        for leaf_index, offset, tensor_parts in parts:
-            write_tensor(handle, offset, leaves[leaf_index], tensor_parts)
-        os.fsync(handle)
+        yield handle
+        if sync:
+            os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _fill(file: FileLayout, name: Path, leaves: Sequence[SavedLeaf], writers: Sequence[int]) -> None:
+    """Writes what this process has of the tensors of a file, and the checksums of the blocks that it fills."""
+    process = process_id()
+    parts = [local_parts(leaves[leaf_index], writers[leaf_index] == process) for leaf_index, _ in file.tensors]
+    if not any(parts):
+        return
+    # A single process syncs at the end.
+    with _opened(name, sync=process_count() > 1) as handle:
+        sums = [
+            write_tensor(handle, offset, leaves[leaf_index], tensor_parts, file.block)
+            for (leaf_index, offset), tensor_parts in zip(file.tensors, parts, strict=True)
+        ]
+        _write_sums(handle, file, np.concatenate(sums))
+
+
+def _fill_sums(file: FileLayout, name: Path, leaves: Sequence[SavedLeaf]) -> None:
+    """Writes this process's share of the checksums of blocks that several runs fill, perhaps of several processes."""
+    sizes = [leaves[leaf_index].nbytes for leaf_index, _ in file.tensors]
+    ends = np.cumsum([0, *(block_count(size, file.block) for size in sizes)])
+    with _opened(name, sync=process_count() > 1) as handle:
+        unknown = unknown_sums(read_at(handle, file.sums_offset, SUM_CHARS * int(ends[-1])))
+        sums = np.full(int(ends[-1]), UNKNOWN, np.uint32)
+        # By their own indices: other processes may have written theirs already.
+        for index in [index for index in unknown if index % process_count() == process_id()]:
+            tensor = int(np.searchsorted(ends, index, "right")) - 1
+            start = (index - int(ends[tensor])) * file.block
+            data = read_at(handle, file.tensors[tensor][1] + start, min(file.block, sizes[tensor] - start))
+            sums[index] = block_sums(np.frombuffer(data, np.uint8), file.block)[0]
+        _write_sums(handle, file, sums)
+
+
+def _write_sums(handle: int, file: FileLayout, sums: np.ndarray) -> None:
+    """Writes those checksums that are known."""
+    edges = np.flatnonzero(np.diff(sums != UNKNOWN, prepend=False, append=False)).reshape(-1, 2)
+    for start, stop in edges.tolist():
+        write_at(handle, file.sums_offset + SUM_CHARS * start, sums_text(sums[start:stop]))
+
+
+def _seal(file: FileLayout, name: Path) -> None:
+    """Writes the checksum of all headers, and waits until everything is on the disk."""
+    with _opened(name, sync=True) as handle:
+        position, crc = sealed([read_at(handle, offset, len(text)) for offset, text in file.texts])
+        write_at(handle, file.texts[-1][0] + position, crc)

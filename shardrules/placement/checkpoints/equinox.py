@@ -6,8 +6,9 @@ has no paths, and only the headers of all blocks before it tell where a block be
 
 import ast
 import math
-from collections.abc import Iterator, Sequence
-from io import BufferedReader
+import os
+from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -20,13 +21,17 @@ import numpy as np
 from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import ConfigError
 from shardrules.core.finding import Finding
+from shardrules.placement.checkpoints.checksums import DAMAGED, MOST_TEXT_BYTES, TensorSums, read_text
 from shardrules.placement.checkpoints.names import Mismatch, StoredArray, compare, mismatch_findings, refuse
 from shardrules.placement.checkpoints.requested import RequestedLeaf, python_value, requested_leaves, with_values
-from shardrules.placement.checkpoints.tensor_file import FileTensor, local_path
+from shardrules.placement.checkpoints.tensor_file import FileTensor, file_source, local_path, open_regular
 from shardrules.placement.destination import resolve_destination
 from shardrules.rules.how import How
 
 _MAGIC = b"\x93NUMPY"
+
+CHECKSUMS = b"\x93SHARDRULES "
+"""How the checksums begin that `save_equinox` writes after the last block."""
 
 _MOST_HEADER_BYTES = 10_000
 """The limit of numpy itself. Doubled, a broken length makes a process read more before it is refused; halved, dtypes of
@@ -48,6 +53,7 @@ def load_equinox(
     *,
     surplus: Literal["error", "skip"] = "error",
     cast: bool = False,
+    verify: bool = True,
 ) -> Any:
     """Loads what `eqx.tree_serialise_leaves` wrote into a tree of sharded arrays.
 
@@ -62,6 +68,8 @@ def load_equinox(
     - `how`, `mesh`: where the arrays go, as for `filter_shard`.
     - `surplus`: whether arrays and numbers that the file has after those of `like` are an `"error"`, or to `"skip"`.
     - `cast`: whether an array of another dtype than the leaf's is converted, part by part on the host, or is an error.
+    - `verify`: whether what is read is compared with the checksums that `save_equinox` wrote. Files of Equinox itself
+        have none.
 
     **Returns:**
 
@@ -70,7 +78,8 @@ def load_equinox(
     **Raises:**
 
     `CheckpointError`, listing everything that is missing, left over, of another shape or dtype, truncated or
-    unreadable; `PlanError`, `TreeError` and `NoMeshError` as `filter_shard`.
+    unreadable, or naming the first array that differs from its checksums; `PlanError`, `TreeError` and `NoMeshError` as
+    `filter_shard`.
 
     ```python
     def make():
@@ -95,7 +104,7 @@ def load_equinox(
     ]
     file = _with_suffix(local_path(path, "load_equinox"))
     stored_leaves = [leaf for leaf, has in zip(leaves, has_block, strict=True) if has]
-    tensors, problems = read_blocks(file, stored_leaves, cast, surplus)
+    tensors, problems = read_blocks(file, stored_leaves, cast, surplus, verify)
     refuse(f"load_equinox: {file}", [*findings, *problems])
     blocks = iter(tensors)
     values: list[Any] = []
@@ -104,71 +113,101 @@ def load_equinox(
             values.append(leaf.value)
             continue
         tensor = next(blocks)
-        values.append(
-            tensor.source(leaf.device_dtype) if leaf.is_array else python_value(tensor.source(tensor.dtype), leaf)
-        )
+        source = file_source([tensor], (), leaf.device_dtype if leaf.is_array else tensor.dtype)
+        values.append(source if leaf.is_array else python_value(source, leaf))
     return with_values(destination, leaves, values)
 
 
 def read_blocks(
-    path: Path, leaves: Sequence[RequestedLeaf], cast: bool, surplus: str
+    path: Path, leaves: Sequence[RequestedLeaf], cast: bool, surplus: str, verify: bool
 ) -> tuple[list[FileTensor], list[Finding]]:
     """Returns the tensor of each leaf, and what is wrong; where something is, there may be fewer tensors."""
-    if not path.is_file():
+    try:
+        with open_regular(path) as file:
+            return _read_blocks(file, path, leaves, cast, surplus, verify)
+    except FileNotFoundError:
         return [], [Finding("error", "file", "no such file", str(path))]
-    size = path.stat().st_size
-    tensors: list[FileTensor] = []
+    except OSError as error:
+        return [], [Finding("error", "file", f"cannot be read: {error.strerror or error}", str(path))]
+
+
+def _read_blocks(
+    file: FileIO, path: Path, leaves: Sequence[RequestedLeaf], cast: bool, surplus: str, verify: bool
+) -> tuple[list[FileTensor], list[Finding]]:
+    size = os.fstat(file.fileno()).st_size
+    blocks: list[_Block] = []
     mismatches: list[Mismatch] = []
     findings: list[Finding] = []
+    sums: Sequence[TensorSums] | None = None
     offset = 0
-    with path.open("rb") as file:
-        for index, leaf in enumerate(leaves):
-            if offset == size:
-                message = f"the file ends here, after {index} of {len(leaves)} arrays and numbers"
-                findings.append(Finding("error", "ended", message, leaf.path, "save the tree that `like` describes"))
-                break
-            # Where a block begins follows from the size of the one before: after a bad header nothing can be read.
-            block = _read_header(file, offset, size, leaf.dtype)
-            if isinstance(block, str):
-                message = f"block {index}, at byte {offset}: {block}"
-                findings.append(Finding("error", "unreadable", message, leaf.path))
-                break
-            offset = block.offset + block.bytes
-            if offset > size:
-                message = (
-                    f"the file has {size} bytes, and its block {index}, {block.stored}, would end at byte {offset}"
+    for index, leaf in enumerate(leaves):
+        if offset == size or _is_checksums(file, offset):
+            message = f"the file ends here, after {index} of {len(leaves)} arrays and numbers"
+            findings.append(Finding("error", "ended", message, leaf.path, "save the tree that `like` describes"))
+            break
+        # Where a block begins follows from the size of the one before: after a bad header nothing can be read.
+        block = _read_header(file, offset, size, leaf.dtype)
+        if isinstance(block, str):
+            message = f"block {index}, at byte {offset}: {block}"
+            findings.append(Finding("error", "unreadable", message, leaf.path))
+            break
+        offset = block.end
+        if offset > size:
+            message = f"the file has {size} bytes, and its block {index}, {block.stored}, would end at byte {offset}"
+            findings.append(Finding("error", "truncated", message, leaf.path, "copy the file again"))
+            break
+        mismatches += compare(leaf, f"block {index}", block.stored, cast=cast)
+        blocks.append(block)
+    else:
+        others, problems = _surplus(file, path, offset, size, len(leaves), surplus)
+        findings += problems
+        offset = others[-1].end if others else offset
+        if verify and not problems and offset < size:
+            sums = _sums(file, offset, size, [*blocks, *others])
+            if sums is None:
+                findings.append(
+                    Finding("error", "damaged", "its headers differ from their checksum", str(path), DAMAGED)
                 )
-                findings.append(Finding("error", "truncated", message, leaf.path, "copy the file again"))
-                break
-            mismatches += compare(leaf, f"block {index}", block.stored, cast=cast)
-            if block.stored.dtype is not None:
-                tensor = FileTensor(path, block.offset, block.stored.shape, block.stored.dtype, block.fortran)
-                tensors.append(tensor)
-        else:
-            findings += _surplus_findings(file, path, offset, size, len(leaves), surplus)
+    tensors = [
+        FileTensor(path, block.offset, stored.shape, stored.dtype, block.fortran, leaf.path, block_sums)
+        for block, leaf, block_sums in zip(blocks, leaves, sums or [None] * len(blocks), strict=False)
+        if (stored := block.stored).dtype is not None
+    ]
     return tensors, [*mismatch_findings(mismatches, [], []), *findings]
 
 
-def _surplus_findings(
-    file: BufferedReader, path: Path, offset: int, size: int, count: int, surplus: str
-) -> Iterator[Finding]:
-    """Yields what is wrong with the rest of a file, after the blocks of all leaves."""
+def _is_checksums(file: FileIO, offset: int) -> bool:
+    return os.pread(file.fileno(), len(CHECKSUMS), offset) == CHECKSUMS
+
+
+def _sums(file: FileIO, offset: int, size: int, blocks: Sequence["_Block"]) -> list[TensorSums] | None:
+    """Returns the checksums of all blocks, which stand after the last; `None` where headers or they are damaged."""
+    text = os.pread(file.fileno(), min(size - offset, MOST_TEXT_BYTES), offset)
+    headers = [*(block.header for block in blocks), text]
+    return read_text(text[len(CHECKSUMS) :].decode("ascii", "replace"), headers, [block.bytes for block in blocks])
+
+
+def _surplus(
+    file: FileIO, path: Path, offset: int, size: int, count: int, surplus: str
+) -> tuple[list["_Block"], list[Finding]]:
+    """Returns the blocks after those of all leaves, and what is wrong with them."""
     start = offset
-    blocks: list[str] = []
-    while offset < size:
+    blocks: list[_Block] = []
+    while offset < size and not _is_checksums(file, offset):
         block = _read_header(file, offset, size, None)
-        if isinstance(block, str) or block.offset + block.bytes > size:
-            why = block if isinstance(block, str) else f"{block.stored} would end at byte {block.offset + block.bytes}"
-            yield Finding("error", "unreadable", f"block {count + len(blocks)}, at byte {offset}: {why}", str(path))
-            return
-        blocks.append(str(block.stored))
-        offset = block.offset + block.bytes
-    if blocks and surplus == "error":
-        listed = ", ".join(blocks[:3]) + (" ..." if len(blocks) > 3 else "")
-        arrays = "1 more array or number" if len(blocks) == 1 else f"{len(blocks)} more arrays or numbers"
-        message = f"it has {arrays}, {size - start} bytes, after the {count} of `like`: {listed}"
-        remedy = '`like` lacks what was saved after them; surplus="skip" ignores it'
-        yield Finding("error", "surplus", message, str(path), remedy)
+        if isinstance(block, str) or block.end > size:
+            why = block if isinstance(block, str) else f"{block.stored} would end at byte {block.end}"
+            message = f"block {count + len(blocks)}, at byte {offset}: {why}"
+            return blocks, [Finding("error", "unreadable", message, str(path))]
+        blocks.append(block)
+        offset = block.end
+    if not blocks or surplus != "error":
+        return blocks, []
+    listed = ", ".join(str(block.stored) for block in blocks[:3]) + (" ..." if len(blocks) > 3 else "")
+    arrays = "1 more array or number" if len(blocks) == 1 else f"{len(blocks)} more arrays or numbers"
+    message = f"it has {arrays}, {offset - start} bytes, after the {count} of `like`: {listed}"
+    remedy = '`like` lacks what was saved after them; surplus="skip" ignores it'
+    return blocks, [Finding("error", "surplus", message, str(path), remedy)]
 
 
 @final
@@ -176,10 +215,16 @@ def _surplus_findings(
 class _Block:
     """The numbers of a block: where they begin, how many bytes they take, their order, and what they are."""
 
+    header: bytes
     offset: int
     bytes: int
     fortran: bool
     stored: StoredArray
+
+    @property
+    def end(self) -> int:
+        """Where the next block begins."""
+        return self.offset + self.bytes
 
 
 def _with_suffix(path: Path) -> Path:
@@ -187,21 +232,21 @@ def _with_suffix(path: Path) -> Path:
     return suffixed if not path.suffix and (suffixed.is_file() or not path.is_file()) else path
 
 
-def _read_header(file: BufferedReader, offset: int, size: int, expected: np.dtype | None) -> _Block | str:
+def _read_header(file: FileIO, offset: int, size: int, expected: np.dtype | None) -> _Block | str:
     """Returns the block that begins at `offset`, or why there is none."""
-    file.seek(offset)
-    start = file.read(8)
+    start = os.pread(file.fileno(), 12, offset)
     if start[:6] != _MAGIC:
-        return f"no npy block begins here, but {start!r}"
+        return f"no npy block begins here, but {start[:8]!r}"
     # Version 1 of the format has a length of two bytes, later ones of four.
     width = 2 if start[6:7] == b"\x01" else 4
-    length = int.from_bytes(file.read(width), "little")
+    length = int.from_bytes(start[8 : 8 + width], "little")
     begin = offset + 8 + width + length
     if length > _MOST_HEADER_BYTES:
         return f"its header would take {length} bytes, and npy headers have at most {_MOST_HEADER_BYTES}"
     if begin > size:
         return f"the file has {size} bytes, and the header alone would end at byte {begin}"
-    text = file.read(length).decode("latin1" if width == 2 else "utf8", "replace")
+    raw = os.pread(file.fileno(), begin - offset, offset)
+    text = raw[8 + width :].decode("latin1" if width == 2 else "utf8", "replace")
     try:
         header = ast.literal_eval(text.strip())
         descr, shape, fortran = header["descr"], tuple(header["shape"]), bool(header["fortran_order"])
@@ -214,7 +259,7 @@ def _read_header(file: BufferedReader, offset: int, size: int, expected: np.dtyp
         return f"its header cannot be read: invalid shape {shape!r:.80}"
     count = math.prod(shape)
     stored = StoredArray(shape, dtype, str(descr) if dtype is None else str(dtype))
-    return _Block(begin, count * itemsize, fortran, stored)
+    return _Block(raw, begin, count * itemsize, fortran, stored)
 
 
 def _dtype(descr: Any, expected: np.dtype | None) -> tuple[int, np.dtype | None]:

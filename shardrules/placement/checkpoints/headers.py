@@ -6,8 +6,11 @@ which file holds which tensor. Files come from strangers, so nothing in them is 
 anything is read, and an index names files in its own folder.
 """
 
+import collections
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PureWindowsPath
 from typing import Any, TypeAlias, final
 
@@ -19,8 +22,9 @@ from shardrules.core.check import bytes_text
 from shardrules.core.errors import suggest
 from shardrules.core.finding import Finding
 from shardrules.core.storage.records import read_json
+from shardrules.placement.checkpoints.checksums import DAMAGED, KEY, TensorSums, is_text, read_text
 from shardrules.placement.checkpoints.names import StoredArray
-from shardrules.placement.checkpoints.tensor_file import FileTensor
+from shardrules.placement.checkpoints.tensor_file import FileTensor, open_regular
 
 DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,
@@ -52,8 +56,14 @@ MOST_HEADER_BYTES = 100 * 10**6
 """The limit of the format itself: ten times the largest header that exists. Doubled, a broken length makes a process
 read more before it is refused; halved, nothing that exists is."""
 
+_METADATA = "__metadata__"
+"""The name of strings in a header, beside those of the tensors."""
+
 _MOST_DIMS = 32
 """What numpy arrays have at most."""
+
+_MOST_SIZE = 2**63
+"""The sizes and offsets of files are below it."""
 
 _MOST_PROBLEMS = 8
 """How many findings there are about one file: a damaged header may be wrong at every tensor. Doubled, they fill another
@@ -87,7 +97,7 @@ class Safetensors:
 
     stored: dict[str, StoredArray]
     """Each tensor by name."""
-    tensors: dict[str, FileTensor]
+    tensors: Mapping[str, FileTensor]
     """Where each tensor is, for dtypes that arrays can have."""
     problems: list[Finding]
 
@@ -114,27 +124,28 @@ def _problem(path: Path, message: str, remedy: str = "") -> Finding:
     return Finding("error", "file", message, str(path), remedy)
 
 
-def read_headers(path: Path, *, whole: bool = True) -> Safetensors:
+def read_headers(path: Path, *, whole: bool = True, verify: bool = True) -> Safetensors:
     """Reads the headers of a file, an index, or a folder with an index or with files, and nothing else.
 
-    With `whole=False` the tensors themselves may be missing: planning takes only the headers.
+    With `whole=False` the tensors themselves may be missing: planning takes only the headers. With `verify=False`
+    checksums are ignored.
     """
     stored: dict[str, StoredArray] = {}
-    tensors: dict[str, FileTensor] = {}
-    files, index, problems = _files(path)
+    headers: dict[str, _Header] = {}
+    files, index, problems = _files(path, verify)
     for file in files:
-        header, file_problems = _read_header(file, whole)
+        header, file_problems = _read_header(file, whole, verify)
         problems += file_problems
-        for name, (array, tensor) in header.items():
-            if name in index and index[name] != file:
-                continue  # the index says which of several files counts
-            if name in stored:
-                remedy = "write an index that says which one counts"
-                problems.append(_problem(file, f"{name!r} is in another file too", remedy))
-            stored[name] = array
-            if tensor is not None:
-                tensors[name] = tensor
-    return Safetensors(stored, tensors, [*problems, *_missing(index, stored, problems)])
+        arrays = header.stored
+        if index:  # it says which of several files counts
+            arrays = {name: array for name, array in arrays.items() if name not in index or index[name] == file}
+        if not stored.keys().isdisjoint(arrays):
+            remedy = "write an index that says which one counts"
+            twice = [name for name in arrays if name in stored]
+            problems += [_problem(file, f"{name!r} is in another file too", remedy) for name in twice]
+        stored |= arrays
+        headers |= dict.fromkeys(arrays, header)
+    return Safetensors(stored, _Tensors(headers), [*problems, *_missing(index, stored, problems)])
 
 
 def _missing(
@@ -154,7 +165,7 @@ def _missing(
         )
 
 
-def _files(path: Path) -> tuple[list[Path], dict[str, Path], list[Finding]]:
+def _files(path: Path, verify: bool) -> tuple[list[Path], dict[str, Path], list[Finding]]:
     """Returns the files to read, for each tensor in an index its file, and what is wrong."""
     try:
         if path.is_dir():
@@ -170,12 +181,13 @@ def _files(path: Path) -> tuple[list[Path], dict[str, Path], list[Finding]]:
                 return files, {}, missing
             path = indices[0]
         if not path.is_file():
-            return [], {}, [_problem(path, "no such file or folder")]
+            what = "it is not a regular file" if path.exists() else "no such file or folder"
+            return [], {}, [_problem(path, what)]
     except OSError as error:
         return [], {}, [_problem(path, f"cannot be read: {error.strerror or error}")]
     if path.suffix != ".json":
         return [path], {}, []
-    index = read_index(path)
+    index = read_index(path, verify=verify)
     problems = list(index.problems)
     files = []
     for file in dict.fromkeys(index.files.values()):
@@ -191,16 +203,18 @@ def _absence(file: Path, index: Path) -> Finding | None:
     try:
         if file.is_file():
             return None
-        message = f"the index {index.name} names this file, and it does not exist"
+        what = "is not a regular file" if file.exists() else "does not exist"
+        message = f"the index {index.name} names this file, and it {what}"
     except OSError as error:
         message = f"the index {index.name} names this file, and it cannot be read: {error.strerror or error}"
     return _problem(file, message, "download it, or write the index again")
 
 
-def read_index(path: Path) -> SafetensorsIndex:
+def read_index(path: Path, *, verify: bool = True) -> SafetensorsIndex:
     """Reads an index; the files that it names may be missing."""
     try:
-        table = _table(_read_text(path))
+        text = _read_text(path)
+        table = _table(text, _unique_keys)
         weight_map = table.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise _BrokenError("it has no weight_map, or an empty one")
@@ -215,6 +229,10 @@ def read_index(path: Path) -> SafetensorsIndex:
         why = str(error) if isinstance(error, _BrokenError) else error.strerror or error
         return SafetensorsIndex(path, {}, None, [_problem(path, f"it is not an index of safetensors: {why}", remedy)])
     metadata = table.get("metadata")
+    # A flipped bit may have changed the name of the metadata, too.
+    others = [value for value in table.values() if value is not metadata and isinstance(value, dict) and KEY in value]
+    if verify and (others or _sums(metadata, {}, text) is None):
+        return SafetensorsIndex(path, {}, None, [_problem(path, "it differs from its checksum", DAMAGED)])
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     # Some indices have it as a float.
     is_size = isinstance(total, int | float) and not isinstance(total, bool) and 0 < total < 2**63
@@ -235,74 +253,146 @@ def _check_file(name: str, file: Any) -> None:
 
 def is_pointer(path: Path) -> bool:
     """Returns whether a file is what Git LFS leaves for one that was not fetched."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(8) == _POINTER
 
 
 def _read_text(path: Path) -> bytes:
     """The text of an index, which may begin with a mark of its encoding."""
-    size = path.stat().st_size
-    if size > MOST_HEADER_BYTES:
-        raise _BrokenError(f"it has {bytes_text(size)}, and an index at most {bytes_text(MOST_HEADER_BYTES)}")
-    return path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MOST_HEADER_BYTES:
+            raise _BrokenError(f"it has {bytes_text(size)}, and an index at most {bytes_text(MOST_HEADER_BYTES)}")
+        return file.read().removeprefix(b"\xef\xbb\xbf")
 
 
-def _read_header(path: Path, whole: bool) -> tuple[dict[str, tuple[StoredArray, FileTensor | None]], list[Finding]]:
+@final
+@attrs.frozen(eq=False)
+class _Header:
+    """What a file holds."""
+
+    path: Path
+    begin: int = 0
+    """Where its data begin."""
+    entries: Mapping[str, "_Entry"] = attrs.field(factory=dict)
+    stored: dict[str, StoredArray] = attrs.field(factory=dict)
+    sums: Mapping[str, TensorSums] = attrs.field(factory=dict)
+    """The checksums of tensors that have any."""
+
+    def tensor(self, name: str) -> FileTensor | None:
+        """Where a tensor is; `None` for a dtype that arrays cannot have."""
+        dtype, (_, shape, start, _) = self.stored[name].dtype, self.entries[name]
+        if dtype is None:
+            return None
+        return FileTensor(self.path, self.begin + start, shape, dtype, name=repr(name), sums=self.sums.get(name))
+
+
+@final
+@attrs.frozen(eq=False)
+class _Tensors(Mapping[str, FileTensor]):
+    """Where tensors are: worked out for those that are asked for, since headers may hold a million."""
+
+    headers: Mapping[str, _Header]
+
+    def __getitem__(self, name: str) -> FileTensor:
+        tensor = self.headers[name].tensor(name)
+        if tensor is None:
+            raise KeyError(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, header in self.headers.items() if header.stored[name].dtype is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _read_header(path: Path, whole: bool, verify: bool) -> tuple[_Header, list[Finding]]:
     """Returns what a file holds, and what is wrong with it."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             length = int.from_bytes(start, "little")
             begin = 8 + length
             # As lengths, these are all longer than the files that begin so, or than the limit.
             for magic, (message, remedy) in _FORMATS.items():
                 if (begin > size or length > MOST_HEADER_BYTES) and start.startswith(magic):
-                    return {}, [_problem(path, message, remedy)]
+                    return _Header(path), [_problem(path, message, remedy)]
             if size < 8 or begin > size:
                 message = f"it has {size} bytes, and its header alone would end at byte {begin}"
-                return {}, [_problem(path, message, _COPY)]
+                return _Header(path), [_problem(path, message, _COPY)]
             if length > MOST_HEADER_BYTES:
                 message = (
                     f"its header would take {bytes_text(length)}, and the format allows {MOST_HEADER_BYTES:,} bytes"
                 )
-                return {}, [_problem(path, message, "it is damaged, or not a safetensors file; " + _COPY)]
+                return _Header(path), [_problem(path, message, "it is damaged, or not a safetensors file; " + _COPY)]
             text = file.read(length)
-        entries = _entries(text)
+        table = _table(text, _entry_or_table)
+        entries = _entries(table)
     except _BrokenError as error:
-        return {}, [_problem(path, f"its header cannot be read: {error}", _COPY)]
+        return _Header(path), [_problem(path, f"its header cannot be read: {error}", _COPY)]
     except OSError as error:
-        return {}, [_problem(path, f"cannot be read: {error.strerror or error}")]
+        return _Header(path), [_problem(path, f"cannot be read: {error.strerror or error}")]
     # A damaged file may still have a header that can be read: offsets must fill the file exactly.
     messages = list(_offset_problems(entries, size - begin if whole else None))
-    arrays: dict[str, tuple[StoredArray, FileTensor | None]] = {}
-    for name, (dtype_name, shape, start, end) in entries.items():
-        dtype = np.dtype(DTYPES[dtype_name]) if dtype_name in DTYPES else None
-        array = StoredArray(shape, dtype, dtype_name)
-        tensor = None if dtype is None else FileTensor(path, begin + start, shape, dtype)
-        if tensor is not None and tensor.nbytes != end - start:
-            messages.append(f"{name!r}, {array}, takes {tensor.nbytes} bytes, not the {end - start} it has")
-        arrays[name] = array, tensor
+    sums = _sums(table.get(_METADATA), entries, start + text) if verify and not messages else {}
+    if sums is None:
+        return _Header(path), [_problem(path, "its header differs from its checksum", DAMAGED)]
+    stored: dict[str, StoredArray] = {}
+    # Layers repeat, so that headers of a million tensors have few kinds of them.
+    kinds: dict[tuple[str, tuple[int, ...]], tuple[StoredArray, int | None]] = {}
+    for name, (dtype_name, shape, first, end) in entries.items():
+        kind = kinds.get((dtype_name, shape))
+        if kind is None:
+            dtype = np.dtype(DTYPES[dtype_name]) if dtype_name in DTYPES else None
+            nbytes = None if dtype is None else math.prod(shape) * dtype.itemsize
+            kind = kinds[dtype_name, shape] = StoredArray(shape, dtype, dtype_name), nbytes
+        stored[name], nbytes = kind
+        if nbytes is not None and nbytes != end - first:
+            messages.append(f"{name!r}, {stored[name]}, takes {nbytes} bytes, not the {end - first} it has")
     problems = [_problem(path, message, _COPY) for message in messages[:_MOST_PROBLEMS]]
     if len(messages) > _MOST_PROBLEMS:
         problems.append(_problem(path, f"and {len(messages) - _MOST_PROBLEMS} more problems of this kind", _COPY))
-    return arrays, problems
+    return _Header(path, begin, entries, stored, sums), problems
 
 
 _Entry: TypeAlias = tuple[str, tuple[int, ...], int, int]
 
+_KEYS = ("dtype", "shape", "data_offsets")
 
-def _entries(text: bytes) -> dict[str, _Entry]:
+
+def _entries(table: Mapping[str, Any]) -> dict[str, _Entry]:
     """Returns the dtype, the shape and the offsets of each tensor in a header."""
-    return {name: _entry(name, entry) for name, entry in _table(text).items() if name != "__metadata__"}
-
-
-def _table(text: bytes) -> dict[str, Any]:
-    """Returns the table that JSON holds; a `_BrokenError` says why it holds none."""
+    entries = {name: _entry(name, entry) for name, entry in table.items() if name != _METADATA}
     try:
-        table = read_json(
-            text.decode("utf-8"), object_pairs_hook=_unique_keys, parse_int=int
-        )  # sizes are checked below
+        "".join(entries).encode()  # half a pair of surrogates
+    except UnicodeEncodeError:
+        for name in entries:
+            _check_name(name)
+    return entries
+
+
+def _sums(metadata: Any, entries: Mapping[str, _Entry], header: bytes) -> dict[str, TensorSums] | None:
+    """Returns the checksums of the tensors, if the metadata have any; `None` where header or checksums are damaged."""
+    texts = (
+        {key: text for key, text in metadata.items() if key == KEY or is_text(text)}
+        if isinstance(metadata, dict)
+        else {}
+    )
+    if not texts:
+        return {}
+    names = sorted(entries, key=lambda name: entries[name][2:])
+    sizes = [end - start for _, _, start, end in map(entries.__getitem__, names)]
+    sums = read_text(str(texts[KEY]), [header], sizes) if list(texts) == [KEY] else None
+    return None if sums is None else dict(zip(names, sums, strict=True))
+
+
+def _table(text: bytes, read: Callable[[list[tuple[str, Any]]], Any]) -> dict[str, Any]:
+    """Returns the table that JSON holds; a `_BrokenError` says why it holds none. `read` makes tables from pairs."""
+    try:
+        # Sizes are checked below.
+        table = read_json(text.decode("utf-8"), object_pairs_hook=read, parse_int=int)
     except UnicodeDecodeError as error:
         raise _BrokenError(f"byte {error.start} of it is not UTF-8 text") from error
     except json.JSONDecodeError as error:
@@ -310,17 +400,18 @@ def _table(text: bytes) -> dict[str, Any]:
         raise _BrokenError(f"it is not JSON: {error.msg} at character {error.pos}{cut}") from error
     except ValueError as error:  # a number of more digits than Python reads
         raise _BrokenError(f"it is not JSON: {error!s:.80}") from error
+    if isinstance(table, tuple):  # what looks like a tensor is the whole
+        return _table(text, _unique_keys)
     if not isinstance(table, dict):
         raise _BrokenError(f"it holds {_KINDS[type(table)]}, not a table by name")
     return table
 
 
-def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in result:
-            raise _BrokenError(f"{name!r:.80} is in it twice")
-        result[name] = value
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        counts = collections.Counter(name for name, _ in pairs)
+        raise _BrokenError(f"{counts.most_common(1)[0][0]!r:.80} is in it twice")
     return result
 
 
@@ -331,28 +422,52 @@ def _check_name(name: str) -> None:
         raise _BrokenError(f"the name {name!r:.80} is not Unicode text") from error
 
 
+def _entry_or_table(pairs: list[tuple[str, Any]]) -> _Entry | dict[str, Any]:
+    """Returns the entry of a tensor if that is all that a table of JSON is, else the table.
+
+    Headers have up to a million entries: as tables with lists, the collector would go through them again and again.
+    """
+    if len(pairs) == 3:
+        (first, dtype), (second, shape), (third, offsets) = pairs
+        if (first, second, third) == _KEYS and _is_entry(dtype, shape, offsets):
+            return dtype, tuple(shape), *offsets
+    return _unique_keys(pairs)
+
+
+def _is_entry(dtype: Any, shape: Any, offsets: Any) -> bool:
+    if type(shape) is not list or type(offsets) is not list or len(shape) > _MOST_DIMS or len(offsets) != 2:
+        return False
+    for size in (*shape, *offsets):
+        # JSON's true is another integer in Python; and the product of sizes beyond those of files is too long to print.
+        if type(size) is not int or not 0 <= size < _MOST_SIZE:
+            return False
+    return offsets[0] <= offsets[1] and type(dtype) is str and dtype.isidentifier()
+
+
 def _entry(name: str, entry: Any) -> _Entry:
     """Returns the dtype, the shape and the offsets of a tensor from its JSON."""
-    _check_name(name)
-    keys = ("dtype", "shape", "data_offsets")
+    if isinstance(entry, tuple):
+        return entry  # pyright: ignore[reportReturnType]  of `_entry_or_table`
+    parts: list[Any] = [entry.get(key) if isinstance(entry, dict) else None for key in _KEYS]
+    dtype, shape, offsets = parts
+    if not _is_entry(dtype, shape, offsets):
+        raise _BrokenError(f"{name!r:.80} {_fault(entry)}")
+    return dtype, tuple(shape), *offsets
+
+
+def _fault(entry: Any) -> str:
+    """Returns what is wrong with the JSON of a tensor."""
     if not isinstance(entry, dict):
-        raise _BrokenError(f"{name!r:.80} is {entry!r:.40}, not a table with {', '.join(keys)}")
-    for key in keys:
+        return f"is {entry!r:.40}, not a table with {', '.join(_KEYS)}"
+    for key in _KEYS:
         if key not in entry:
-            raise _BrokenError(f"{name!r:.80} has no {key}")
-    dtype, shape, offsets = (entry[key] for key in keys)
-    if not isinstance(dtype, str) or not dtype.isidentifier():
-        raise _BrokenError(f"{name!r:.80} has the dtype {dtype!r:.40}, which is not one")
-    if not isinstance(shape, list) or len(shape) > _MOST_DIMS or not all(map(_is_size, shape)):
-        raise _BrokenError(f"{name!r:.80} has the shape {shape!r:.60}, which is not one")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)) or offsets[0] > offsets[1]:
-        raise _BrokenError(f"{name!r:.80} has the data_offsets {offsets!r:.60}, which are not two ascending ones")
-    return dtype, tuple(shape), offsets[0], offsets[1]
-
-
-def _is_size(value: Any) -> bool:
-    # JSON's true is an integer in Python; and the product of sizes beyond those of files can be too long to print.
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+            return f"has no {key}"
+    dtype, shape, offsets = map(entry.get, _KEYS)
+    if not _is_entry(dtype, [], [0, 0]):
+        return f"has the dtype {dtype!r:.40}, which is not one"
+    if not _is_entry("F32", shape, [0, 0]):
+        return f"has the shape {shape!r:.60}, which is not one"
+    return f"has the data_offsets {offsets!r:.60}, which are not two ascending ones"
 
 
 def _offset_problems(entries: Mapping[str, _Entry], size: int | None) -> Iterator[str]:

@@ -112,7 +112,7 @@ def match(
         if stacks and leaf.is_array and isinstance(name, list | tuple):
             wrong = _stack_mismatches(leaf, name, stored, cast=cast)
             mismatches += wrong
-            matched.update(dict.fromkeys([] if wrong else _flat(name)))
+            matched.update(dict.fromkeys([] if wrong else flat_names(name)))
             matches.append(None if wrong else name)
             continue
         if name is not None and not isinstance(name, str):
@@ -134,19 +134,20 @@ def match(
     return matches, mismatch_findings(mismatches, stored, paths)
 
 
-def _flat(names: Sequence[Any]) -> Iterator[Any]:
-    for name in names:
-        if isinstance(name, list | tuple):
-            yield from _flat(name)
-        else:
-            yield name
+def flat_names(names: Any) -> Iterator[Any]:
+    """Yields the names of a stack, or a single one."""
+    if isinstance(names, list | tuple):
+        for name in names:
+            yield from flat_names(name)
+    else:
+        yield names
 
 
-def _stack_shape(names: Any) -> tuple[int, ...] | None:
+def stack_shape(names: Any) -> tuple[int, ...] | None:
     """Returns how many names there are in each dimension of a stack; `None` where that differs."""
     if not isinstance(names, list | tuple):
         return ()
-    shapes = list(dict.fromkeys(map(_stack_shape, names)))
+    shapes = list(dict.fromkeys(map(stack_shape, names)))
     if len(shapes) != 1 or shapes[0] is None:
         return None
     return (len(names), *shapes[0])
@@ -156,14 +157,14 @@ def _stack_mismatches(
     leaf: RequestedLeaf, names: Sequence[Any], stored: Mapping[str, StoredArray], *, cast: bool
 ) -> list[Mismatch]:
     """Returns what is wrong if a leaf takes a stack of tensors."""
-    dims = _stack_shape(names)
-    if dims is None or not all(isinstance(name, str) for name in _flat(names)):
+    dims = stack_shape(names)
+    if dims is None or not all(isinstance(name, str) for name in flat_names(names)):
         return [Mismatch("no-name", leaf.path, f"{names!r:.60}", leaf.shape)]
     if leaf.shape[: len(dims)] != dims:
         return [Mismatch("stack", leaf.path, " x ".join(map(str, dims)), leaf.shape)]
     layer = attrs.evolve(leaf, shape=leaf.shape[len(dims) :])
     mismatches: list[Mismatch] = []
-    for name in _flat(names):
+    for name in flat_names(names):
         if name in stored:
             mismatches += compare(layer, repr(name), stored[name], cast=cast)
         else:

@@ -182,6 +182,10 @@ def import_orbax(path: Any) -> tuple[ModuleType, Any]:
 
 def _metadata(handler: Any, folder: Any, title: str) -> Any:
     """Returns the tree in which a checkpoint describes its arrays."""
+    # Orbax would wait for the writer of a pipe.
+    files = [os.path.join(place, name) for place, _, names in os.walk(os.fspath(folder)) for name in names]
+    others = [Finding("error", "file", "it is not a regular file", path) for path in files if not os.path.isfile(path)]
+    refuse(title, sorted(others, key=lambda finding: finding.path))
     try:
         return handler.metadata(folder).tree
     except FileNotFoundError:

@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 from shardrules.core.axes import AnyMesh
 from shardrules.placement.checkpoints.headers import read_headers
-from shardrules.placement.checkpoints.names import Name, Names, match, refuse
+from shardrules.placement.checkpoints.names import Name, Names, flat_names, match, refuse, stack_shape
 from shardrules.placement.checkpoints.requested import RequestedLeaf, python_value, requested_leaves, with_values
-from shardrules.placement.checkpoints.tensor_file import FileTensor, local_path, stacked_source
+from shardrules.placement.checkpoints.tensor_file import FileTensor, file_source, local_path
 from shardrules.placement.destination import resolve_destination
-from shardrules.placement.source import ArraySource
 from shardrules.rules.how import How
 
 
@@ -25,11 +24,12 @@ def load_safetensors(
     names: Names = None,
     surplus: Literal["error", "skip"] = "error",
     cast: bool = False,
+    verify: bool = True,
 ) -> Any:
     """Loads safetensors into a tree of sharded arrays. Each process reads only what its devices hold.
 
-    No device gets more than its shards, and the host holds little more than one of them at a time. All headers are
-    checked before anything is read.
+    No device gets more than its shards, and the host holds little more than an array at a time, mostly one shard. All
+    headers are checked before anything is read, and what is read is compared with its checksums.
 
     **Arguments:**
 
@@ -45,6 +45,8 @@ def load_safetensors(
     - `surplus`: whether tensors that no leaf takes are an `"error"`, or to `"skip"`.
     - `cast`: whether a tensor of another dtype than the leaf's is converted, part by part on the host, or is an error.
         Integers may become floats, but not the other way round.
+    - `verify`: whether what is read is compared with the checksums that `save_safetensors` wrote. Files of others have
+        none.
 
     **Returns:**
 
@@ -52,8 +54,9 @@ def load_safetensors(
 
     **Raises:**
 
-    `CheckpointError`, listing everything that is missing, surplus, of another shape or dtype, truncated or unreadable;
-    `PlanError`, `TreeError` and `NoMeshError` as `filter_shard`.
+    `CheckpointError`, listing everything that is missing, surplus, of another shape or dtype, truncated or unreadable,
+    or naming the first tensor that differs from its checksums; `PlanError`, `TreeError` and `NoMeshError` as
+    `filter_shard`.
 
     ```python
     import safetensors.numpy
@@ -72,7 +75,7 @@ def load_safetensors(
     """
     destination = resolve_destination(like, how, mesh, caller="load_safetensors")
     leaves = requested_leaves(like, destination, "load_safetensors")
-    headers = read_headers(local_path(path, "load_safetensors"))
+    headers = read_headers(local_path(path, "load_safetensors"), verify=verify)
     matches, findings = match(
         leaves, headers.stored, names, lambda path: path.replace("/", "."), surplus=surplus, cast=cast, stacks=True
     )
@@ -88,14 +91,7 @@ def load_safetensors(
 
 def _value(leaf: RequestedLeaf, name: Name, tensors: Mapping[str, FileTensor]) -> Any:
     """The array that a leaf takes, not read yet, or its Python number."""
+    stack = [tensors[layer] for layer in flat_names(name)]
     if not leaf.is_array:
-        assert isinstance(name, str)
-        return python_value(tensors[name].source(tensors[name].dtype), leaf)
-    return _source(name, tensors, leaf.device_dtype)
-
-
-def _source(name: Name, tensors: Mapping[str, FileTensor], dtype: Any) -> ArraySource:
-    if isinstance(name, str):
-        return tensors[name].source(dtype)
-    assert name is not None
-    return stacked_source([_source(layer, tensors, dtype) for layer in name])
+        return python_value(file_source(stack, (), stack[0].dtype), leaf)
+    return file_source(stack, stack_shape(name) or (), leaf.device_dtype)

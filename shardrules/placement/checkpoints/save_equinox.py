@@ -1,13 +1,16 @@
 """`save_equinox`: a tree of sharded arrays into the file that `eqx.tree_serialise_leaves` would write."""
 
 import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from shardrules.placement.checkpoints.checksums import blank_text, block_bytes, block_count
 from shardrules.placement.checkpoints.commit import FileLayout, Saving, sync_folder
+from shardrules.placement.checkpoints.equinox import CHECKSUMS
 from shardrules.placement.checkpoints.saved import SavedLeaf, refuse_to_save, saved_leaves
 from shardrules.placement.checkpoints.tensor_file import local_path
 
@@ -50,14 +53,14 @@ def save_equinox(path: Any, tree: Any, *, timeout: float = 1800) -> None:
         return leaves
 
     leaves = saving.plan(plan)
-    writers, _ = saving.agree_on(leaves, str(target))
-    file = _layout(target, leaves)
-    saving.write([file], leaves, writers)
-    saving.commit([file], lambda: sync_folder(target.parent))
+    writers, token, _ = saving.agree_on(leaves, str(target))
+    saving.write(
+        [_layout(target, leaves)], leaves, writers, token, re.escape(target.name), lambda: sync_folder(target.parent)
+    )
 
 
 def _layout(target: Path, leaves: Sequence[SavedLeaf]) -> FileLayout:
-    """One npy block after the other: a header, and the numbers."""
+    """One npy block after the other: a header, and the numbers. Then the checksums, which Equinox does not read."""
     texts: list[tuple[int, bytes]] = []
     tensors: list[tuple[int, int]] = []
     offset = 0
@@ -70,4 +73,7 @@ def _layout(target: Path, leaves: Sequence[SavedLeaf]) -> FileLayout:
         offset += len(texts[-1][1])
         tensors.append((leaf_index, offset))
         offset += leaf.nbytes
-    return FileLayout(target, offset, tuple(texts), tuple(tensors))
+    block = block_bytes([leaf.nbytes for leaf in leaves])
+    count = sum(block_count(leaf.nbytes, block) for leaf in leaves)
+    texts.append((offset, CHECKSUMS + blank_text(count, block).encode()))
+    return FileLayout(target, offset + len(texts[-1][1]), tuple(texts), tuple(tensors), block)

@@ -15,11 +15,14 @@ from shardrules.core.finding import Finding
 from shardrules.core.jax_state import process_id
 from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.placement.checkpoints.commit import (
-    TEMPORARY,
     Saving,
     error_of,
+    make_folders,
+    remove_folders,
     remove_leftover_folders,
+    remove_leftovers,
     replace_folder,
+    temporary_name,
 )
 from shardrules.placement.checkpoints.orbax import import_orbax
 from shardrules.placement.checkpoints.requested import PYTHON_TYPES
@@ -88,17 +91,18 @@ def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
         refuse_to_save(saving.title, findings)
         return leaves
 
-    saving.agree_on(saving.plan(plan), str(folder))
-    is_local = "://" not in str(folder)
+    _, token, _ = saving.agree_on(saving.plan(plan), str(folder))
+    is_local, is_first = "://" not in str(folder), process_id() == 0
     # Beside the old one: a name changes at once only within a file system.
-    target = folder.parent / f".{folder.name}{TEMPORARY}" if is_local else folder
+    target = temporary_name(Path(folder), token) if is_local else folder
+    folders: list[Path] = []
 
     def prepare() -> None:
         if not is_local and folder.exists():
             raise CheckpointError(f"{saving.title} exists already: save each step in a folder of its own")
         if is_local:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            remove_leftover_folders(Path(target), Path(folder))
+            folders.extend(make_folders(Path(folder).parent))
+            remove_leftover_folders(Path(folder))
             _check_replaceable(Path(folder), saving.title)
 
     def write() -> None:
@@ -110,12 +114,17 @@ def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
         finally:
             checkpointer.close()
 
-    is_first = process_id() == 0
-    saving.agree("the folder", error_of(prepare if is_first else lambda: None))
-    saving.agree("the arrays", error_of(write))
-    if is_local:
-        rename = lambda: replace_folder(Path(target), Path(folder))  # noqa: E731
-        saving.agree("the names", error_of(rename if is_first else lambda: None))
+    try:
+        saving.agree("the folder", error_of(prepare if is_first else lambda: None))
+        saving.agree("the arrays", error_of(write))
+        if is_local:
+            rename = lambda: replace_folder(Path(target), Path(folder))  # noqa: E731
+            saving.agree("the names", error_of(rename if is_first else lambda: None))
+    except BaseException:
+        if is_local and is_first:
+            remove_leftovers(Path(folder).parent, re.escape(folder.name))
+            remove_folders(folders)
+        raise
 
 
 def _check_replaceable(folder: Path, title: str) -> None:

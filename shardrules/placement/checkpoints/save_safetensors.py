@@ -1,6 +1,5 @@
 """`save_safetensors`: a tree of sharded arrays into safetensors files, with an index, from all processes at once."""
 
-import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,17 +15,12 @@ from shardrules.core.finding import Finding
 from shardrules.core.jax_state import process_id
 from shardrules.core.storage.records import read_json
 from shardrules.core.tree import leaf_paths
-from shardrules.placement.checkpoints.commit import (
-    TEMPORARY,
-    FileLayout,
-    Saving,
-    sync_folder,
-    write_synced,
-)
+from shardrules.placement.checkpoints.checksums import KEY, blank_text, block_bytes, block_count, sealed
+from shardrules.placement.checkpoints.commit import FileLayout, Saving, remove, sync_folder, write_synced
 from shardrules.placement.checkpoints.headers import DTYPES, INDEX
 from shardrules.placement.checkpoints.names import Names
 from shardrules.placement.checkpoints.saved import SavedLeaf, is_unicode, refuse_to_save, saved_leaves
-from shardrules.placement.checkpoints.tensor_file import local_path
+from shardrules.placement.checkpoints.tensor_file import local_path, open_regular
 
 _DTYPE_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
@@ -87,10 +81,10 @@ def save_safetensors(
     plan = saving.plan(lambda: _plan(path, tree, names, max_file_bytes, metadata, saving.title))
     # The first process looks for names: another may not see yet what it removed a moment ago.
     free_generation = plan.free_generation() if process_id() == 0 else None
-    writers, generation = saving.agree_on(plan.leaves, plan.text, free_generation)
+    writers, token, generation = saving.agree_on(plan.leaves, plan.text, free_generation)
     files = plan.layouts(generation)
-    saving.write(files, plan.leaves, writers, plan.remove_leftovers)
-    saving.commit(files, lambda: plan.finish(files), lambda: plan.undo(files))
+    finish, undo = lambda: plan.finish(files), lambda: plan.undo(files)
+    saving.write(files, plan.leaves, writers, token, plan.file_names, finish, undo)
 
 
 @final
@@ -137,7 +131,10 @@ class _Plan:
     def _layout(self, path: Path, group: list[int]) -> FileLayout:
         # Large items first, so that every tensor begins at a multiple of its item size.
         order = sorted(group, key=lambda leaf_index: -self.leaves[leaf_index].dtype.itemsize)
-        header: dict[str, Any] = {} if self.metadata is None else {"__metadata__": dict(self.metadata)}
+        sizes = [self.leaves[leaf_index].nbytes for leaf_index in order]
+        block = block_bytes(sizes)
+        sums = blank_text(sum(block_count(size, block) for size in sizes), block)
+        header: dict[str, Any] = {"__metadata__": {KEY: sums} | {**(self.metadata or {}), KEY: sums}}
         starts: list[tuple[int, int]] = []
         end = 0
         for leaf_index in order:
@@ -154,12 +151,13 @@ class _Plan:
         text += b" " * (-len(text) % _ALIGNMENT)
         begin = 8 + len(text)
         tensors = tuple((leaf_index, begin + start) for leaf_index, start in starts)
-        return FileLayout(path, begin + end, ((0, len(text).to_bytes(8, "little") + text),), tensors)
+        return FileLayout(path, begin + end, ((0, len(text).to_bytes(8, "little") + text),), tensors, block)
 
-    def remove_leftovers(self) -> None:
-        """Removes files that a process which was killed has left unfinished."""
-        for file in self._shards(".", TEMPORARY):
-            file.unlink(missing_ok=True)
+    @property
+    def file_names(self) -> str:
+        """A regular expression for the names of this checkpoint's files, of any generation."""
+        stem = re.escape(self.stem)
+        return rf"{stem}\.safetensors" if self.index is None else rf"{stem}(\.\d+)?-\d+-of-\d+\.safetensors"
 
     def finish(self, files: Sequence[FileLayout]) -> None:
         """Writes the index, which makes the new files the checkpoint, and removes the files that no index names."""
@@ -170,27 +168,21 @@ class _Plan:
         weight_map = {self.names[leaf_index]: file.path.name for file, group in pairs for leaf_index in group}
         total = sum(leaf.nbytes for leaf in self.leaves)
         old = _indexed_files(self.index)
-        write_synced(self.index, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+        table = {"metadata": {KEY: blank_text(0, 4096), "total_size": total}, "weight_map": weight_map}
+        text = json.dumps(table, indent=2).encode()
+        start, crc = sealed([text])
+        write_synced(self.index, b"%s%s%s" % (text[:start], crc, text[start + len(crc) :]))
         # Files that no index names are of saves that were killed before they wrote it, or before they came to this.
         indices = [path for path in self.folder.iterdir() if path.name.endswith(INDEX)]
         named = {path for index in indices for path in _indexed_files(index)}
-        for path in {*old, *self._shards()} - named:
-            with contextlib.suppress(OSError):
-                path.unlink()
-
-    def _shards(self, start: str = "", end: str = "") -> list[Path]:
-        """Returns the files in the folder whose names are those of this checkpoint's, of any generation."""
-        name = re.compile(rf"{re.escape(start + self.stem)}(\.\d+)?-\d+-of-\d+\.safetensors{re.escape(end)}")
-        return [file for file in self.folder.iterdir() if name.fullmatch(file.name)] if self.folder.is_dir() else []
+        shards = [path for path in self.folder.iterdir() if re.fullmatch(self.file_names, path.name)]
+        remove(path for path in dict.fromkeys([*old, *shards]) if path not in named)
 
     def undo(self, files: Sequence[FileLayout]) -> None:
         """Removes the new files if the index does not name them, which could not be written then."""
         if self.index is not None:
             named = _indexed_files(self.index)
-            for file in files:
-                if file.path not in named:
-                    with contextlib.suppress(OSError):
-                        file.path.unlink()
+            remove(file.path for file in files if file.path not in named)
 
 
 def _plan(
@@ -292,7 +284,8 @@ def _groups(leaves: Sequence[SavedLeaf], most_bytes: int) -> list[list[int]]:
 def _indexed_files(index: Path) -> list[Path]:
     """Returns the files beside an index that it names; none where there is no index."""
     try:
-        names = read_json(index.read_text())["weight_map"].values()
+        with open_regular(index) as file:
+            names = read_json(file.read())["weight_map"].values()
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         return []
     return [index.parent / name for name in dict.fromkeys(names) if isinstance(name, str) and name == Path(name).name]

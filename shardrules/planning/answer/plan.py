@@ -19,7 +19,7 @@ from shardrules.core.rule import ShardingPlan, SpecTreeShardingRule
 from shardrules.core.spec import spec_repr
 from shardrules.core.tree import array_kind
 from shardrules.core.views.diff import Placements, PlanDiff
-from shardrules.core.views.table import aligned
+from shardrules.core.views.table import MOST_ROWS, aligned
 from shardrules.planning.answer.diff import AutoPlanDiff
 from shardrules.planning.answer.explain import (
     Alternative,
@@ -114,7 +114,7 @@ class AutoPlan:
     candidates: tuple[Candidate, ...] = ()
     """The meshes that were tried, the best first, if a device count was given."""
     compiled: tuple[CompiledPlan, ...] = ()
-    """What was compiled with `prove=True`, in that order: this plan, and others."""
+    """What was compiled with `prove=True`, in that order: this plan, unless the compiler failed at it, and others."""
 
     @property
     def choice(self) -> tuple[int, ...]:
@@ -195,6 +195,11 @@ class AutoPlan:
     def wire_bytes(self) -> int:
         """What a device sends in one call."""
         return sum(self.sent_bytes.values())
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the plan itself was compiled with `prove`."""
+        return any(trial.is_chosen for trial in self.compiled)
 
     @functools.cached_property
     def peak_bytes(self) -> int:
@@ -391,7 +396,7 @@ class AutoPlan:
             f"{self._status_text()}, found in {self.seconds:.1f} s"
         )
         sent = ", ".join(f"{kind} {bytes_text(sent)}" for kind, sent in self.sent_bytes.items() if sent)
-        source = " as compiled" if self.compiled else ""
+        source = " as compiled" if self.is_compiled else ""
         host = f" and {bytes_text(on_host)} of the host" if on_host else ""
         memory = f"{bytes_text(self.peak_bytes)}{source} of {bytes_text(self.memory_limit)}{host}"
         yield f"memory {memory}; on the wire {sent or 'nothing'}"
@@ -404,7 +409,7 @@ class AutoPlan:
 
     def _status_text(self) -> str:
         if not self.fits:
-            return f"{'does' if self.compiled else 'may'} not fit"
+            return f"{'does' if self.is_compiled else 'may'} not fit"
         if not self.result.fits:  # the search counted more than is compiled, and took what needs least
             return "feasible, the plan with the least memory"
         return (
@@ -420,7 +425,8 @@ class AutoPlan:
         rows = [("argument", "shape", "spec")]
         for (pattern, shape, spec), paths in similar.items():
             rows.append((paths[0] if len(paths) == 1 else f"{pattern}  x{len(paths)}", shape, spec))
-        return aligned(rows)
+        more = len(rows) - 1 - MOST_ROWS
+        return [*aligned(rows[: MOST_ROWS + 1]), *([f"and {more:,} more: plan.plan.table() has all"] * (more > 0))]
 
     def _candidate_table(self) -> list[str]:
         rows = [("mesh", "time", "memory")]

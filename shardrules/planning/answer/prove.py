@@ -1,14 +1,17 @@
 """`autoplan(prove=True)`: the compiler decides which plans fit.
 
-First the fastest plan of all is compiled, unless it is far from fitting. What the compiler needs says by what factor
-the model of memory is off for this function, and the next search knows that factor. Until a plan fits, each leaves more
-room than the last; once one does, cheaper ones are tried. A factor is that of one plan: those that it rules out follow,
-as long as there are few enough and there is time. The answer is the cheapest plan that the compiler says fits.
+First the plan that is returned without it is compiled, then the fastest of all, whatever the model of memory says of
+it: what is returned is never worse than without. What the compiler needs says by what factor the model is off for this
+function, and the next search knows that factor. Until a plan fits, each leaves more room than the last; once one does,
+cheaper ones are tried. A factor is that of one plan: those that it rules out follow, as long as there are few enough
+and there is time. The answer is the cheapest plan that the compiler says fits.
 """
 
+import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import attrs
@@ -21,21 +24,17 @@ from shardrules.analysis.machine.hardware import Hardware, sheets
 from shardrules.analysis.machine.targets import Target
 from shardrules.core.axes import AnyMesh, mesh_text
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import ConfigError, DoesNotFitError
+from shardrules.core.errors import ConfigError, DoesNotFitError, ShardRulesError
 from shardrules.core.finding import Finding
 from shardrules.planning.answer.plan import AutoPlan, CompiledPlan
 from shardrules.planning.solve.deadline import Deadline
 from shardrules.planning.solve.limits import search_within
 from shardrules.planning.solve.search import SearchResult, Task
+from shardrules.planning.solve.solver import CLOSE
 
 _MOST_COMPILED = 6
 """How many plans are compiled at most. What the second says hardly changes the factor of a function; with twice as
 many, functions that take minutes to compile use up every time limit."""
-
-_HOPELESS = 1.15
-"""How many times the limit the fastest plan of all may take, by the model, to be compiled before any other: for most
-functions, the model is off by less. With much more, slow compilers are asked about nothing that fits before the time is
-up; with less, plans that fit are compiled after others that are slower."""
 
 _ROOM, _LAST_ROOM = 0.1, 0.2
 """The part of the limit that plans leave free, by the corrected model, to be compiled where nothing fits so far: for
@@ -46,7 +45,7 @@ _GAIN = 0.01
 """By what part a plan has to cost less than one that fits to be compiled although it is expected not to fit. With a
 tenth of it, compilers work for minutes for less than the model of costs can tell."""
 
-_LONGER = 1.25
+LONGER = 1.25
 """How many times as long as the slowest so far another plan may take to compile. With 1, every other that is started
 last ends after its time; with 2, the last is often not compiled that there is time for."""
 
@@ -78,6 +77,7 @@ def device_mesh(mesh: AnyMesh, hardware: Hardware) -> Mesh:
 def prove_plan(plan: AutoPlan, fn: Callable[..., Any], mesh: Mesh, deadline: Deadline) -> AutoPlan:
     """Returns the cheapest plan that fits once it is compiled for a mesh; where none does, the one that needs least.
 
+    `plan` is what fits by the model: it is returned if nothing that was compiled fits, unless the compiler refutes it.
     `plan.compiled` has all that were compiled. Arguments that come back as results are donated.
     """
     return _Compilations(plan, fn, mesh, deadline).best()
@@ -98,6 +98,12 @@ class _Compilations:
     deadline: Deadline
     compiled: dict[tuple[int, ...], tuple[AutoPlan, CompiledPlan]] = attrs.field(factory=dict)
     """By choice, in the order in which they were compiled."""
+    failures: dict[tuple[int, ...], str] = attrs.field(factory=dict)
+    """By choice, what the compiler failed at, and its words."""
+    flags: dict[tuple[int, ...], str] = attrs.field(factory=dict)
+    """By choice, the flag without which the compiler fails at it."""
+    fastest: SearchResult = attrs.field(default=attrs.Factory(lambda self: self.plan.result, takes_self=True))
+    """The plan without a limit of memory; as long as none is known that is faster, the one that fits by the model."""
     choices: dict[tuple[int, ...], None] = attrs.field(factory=dict)
     """Everything that searches came across."""
     longest_seconds: float = 0.0
@@ -105,50 +111,85 @@ class _Compilations:
 
     def best(self) -> AutoPlan:
         """Compiles as many plans as there is time for, and returns the best."""
+        is_done = not self.is_late
+        if is_done:
+            self.compile_as_is(self.plan.result)
+            is_done = self.compile_fastest() and self.compile_others()
+        trials = [trial for _, trial in self.compiled.values()]
+        if not any(map(self.fits, trials)) and self.plan.choice not in self.compiled and (self.plan.fits or not trials):
+            peaks = [trial.peak_bytes for trial in trials]
+            has_failed = self.plan.choice in self.failures
+            finding = not_compiled(has_failed, self.plan.peak_bytes, self.plan.memory_limit, peaks)
+            return attrs.evolve(self.plan, compiled=tuple(trials), findings=(finding, *self.failed))
+        best, chosen = min(self.compiled.values(), key=self.rank)
+        trials = [attrs.evolve(trial, is_chosen=trial is chosen) for trial in trials]
+        findings = () if is_done else (cut_short(len(trials)),)
+        if not self.fits(chosen):
+            findings = (_does_not_fit(self.plan, trials, not is_done),)
+        return attrs.evolve(best, compiled=tuple(trials), findings=(*findings, *self.failed))
+
+    @property
+    def failed(self) -> Iterator[Finding]:
+        """Findings on what the compiler failed at."""
+        count = len(self.compiled) + len(self.failures)
+        return failure_findings([*self.failures.values()], [*self.flags.values()], count)
+
+    def compile_fastest(self) -> bool:
+        """Compiles the fastest plan of all, if that is another; returns whether there was time for it."""
+        task, result, cost = self.plan.task, self.plan.result, self.plan.task.problem.cost
+        if self.plan.cost <= (1 + CLOSE) * result.free_bound:
+            return True
+        if self.is_late:
+            return False
+        fastest = search_within(task, sys.maxsize, self.search_deadline)
+        self.choices.update(dict.fromkeys(trial.choice for trial in fastest.met))
+        choice = fastest.choice
+        if cost(choice) >= self.plan.cost:
+            return True
+        self.fastest = fastest
+        # Only intermediate results are modelled: where arguments do not fit, no compiler has to be asked.
+        if task.occupancy.argument_bytes(choice) > self.plan.memory_limit:
+            return True
+        if self.is_late:
+            return False
+        self.compile_as_is(fastest)
+        return True
+
+    def compile_others(self) -> bool:
+        """Compiles plans between the two, or that need less; returns whether there was time for all."""
+        if not self.compiled:
+            return True  # the compiler fails at this function
+        last = next(iter(self.compiled))
         task, result = self.plan.task, self.plan.result
-        if task.compiled_peak(result.choice) > _HOPELESS * self.plan.memory_limit:
-            result = self.search(task)
-        is_cut = False
-        while len(self.compiled) < _MOST_COMPILED:
-            self.choices.update(dict.fromkeys((result.choice, *(trial.choice for trial in result.met))))
-            choice = self.next_choice(task, result)
-            is_cut = choice is not None and self.is_late
-            if choice is None or is_cut:
-                break
-            self.compile(task, choice, result)
-            corrected = self.corrected(task, choice)
-            is_cheapest = self.is_cheapest(choice)
-            is_cut = self.is_late and not is_cheapest
-            if is_cut or is_cheapest:
-                break
+        while len(self.compiled) + len(self.failures) < _MOST_COMPILED and not self.is_fastest_fitting:
+            if self.is_late:
+                return False
+            corrected = self.corrected(task, last)
             if corrected is not task or not self.has_fitting:
                 task, result = corrected, self.search(corrected)
-        if not self.compiled:
-            return attrs.evolve(self.plan, result=self.likeliest(task, result), findings=(_not_compiled(),))
-        best, trial = min(self.compiled.values(), key=self.rank)
-        trials = [attrs.evolve(other, is_chosen=other is trial) for _, other in self.compiled.values()]
-        findings = (_cut_short(len(trials)),) if is_cut else ()
-        if not self.fits(trial):
-            findings = (_does_not_fit(self.plan, trials, is_cut),)
-        return attrs.evolve(best, compiled=tuple(trials), findings=findings)
-
-    def likeliest(self, task: Task, result: SearchResult) -> SearchResult:
-        """Returns the cheapest choice that fits by the model, or the one that needs least."""
-        limit, peak, cost = self.plan.memory_limit, task.compiled_peak, task.problem.cost
-        fitting = [choice for choice in self.choices if peak(choice) <= limit]
-        if not fitting:  # without time, and without a limit, hardly any pattern was weighed
-            return search_within(task, limit, self.deadline)
-        return attrs.evolve(task.with_choice(result, min(fitting, key=cost)), fits=True, is_tight=False)
+            self.choices.update(dict.fromkeys((result.choice, *(trial.choice for trial in result.met))))
+            choice = self.next_choice(task)
+            if choice is None:
+                break
+            if self.is_late:
+                return False
+            self.compile(self.limited(task, choice, result))
+            last = choice if choice in self.compiled else last
+        return True
 
     def search(self, task: Task) -> SearchResult:
-        """Searches within the limit, less room, for half of the time that is left beside compiling once more."""
-        compiling = attrs.evolve(self.deadline, moment=self.deadline.moment - _LONGER * self.longest_seconds)
+        """Searches within the limit, less room."""
         aimed = self.aimed_bytes
-        result = search_within(task, aimed, compiling.share(2), self.plan.result.met)
+        result = search_within(task, aimed, self.search_deadline, self.plan.result.met)
         if aimed == self.plan.memory_limit:
             return result
-        # With all of the limit, plans may cost less than this search says: only the first one's bound is left.
-        return attrs.evolve(result, bound=min(result.bound, self.plan.result.bound))
+        # With all of the limit, plans may cost less than this search says: only the bound for any memory is left.
+        return attrs.evolve(result, bound=min(result.bound, self.fastest.free_bound))
+
+    @property
+    def search_deadline(self) -> Deadline:
+        """When another search has to end: in half of the time that is left beside compiling once more."""
+        return self.deadline.earlier(LONGER * self.longest_seconds).share(2)
 
     @property
     def is_late(self) -> bool:
@@ -156,7 +197,7 @@ class _Compilations:
 
         Of the first it is unknown how long it takes.
         """
-        return self.deadline.seconds_left <= _LONGER * self.longest_seconds
+        return self.deadline.seconds_left <= LONGER * self.longest_seconds
 
     @property
     def has_fitting(self) -> bool:
@@ -173,15 +214,18 @@ class _Compilations:
         limit = self.plan.memory_limit
         if not self.compiled or self.has_fitting:
             return limit
-        room = _ROOM * len(self.compiled)
-        if self.deadline.seconds_left < 2 * _LONGER * self.longest_seconds:
+        # The fastest of all is compiled even where the model says that it is far too large.
+        is_beyond = self.fastest.choice != self.plan.choice and self.fastest.choice in self.compiled
+        room = _ROOM * max(1, len(self.compiled) - is_beyond)
+        if self.deadline.seconds_left < 2 * LONGER * self.longest_seconds:
             room = max(room, _LAST_ROOM)
         return limit * (1 - room)
 
-    def is_cheapest(self, choice: tuple[int, ...]) -> bool:
-        """Whether a choice fits, and is the one without any limit."""
-        _, trial = self.compiled[choice]
-        return self.fits(trial) and choice == self.plan.result.choice
+    @property
+    def is_fastest_fitting(self) -> bool:
+        """Whether the fastest plan of all fits."""
+        choice = self.fastest.choice
+        return choice in self.compiled and self.fits(self.compiled[choice][1])
 
     def rank(self, compiled: tuple[AutoPlan, CompiledPlan]) -> tuple[bool, float]:
         """Orders plans: those that fit by their cost, then the others by what they need."""
@@ -189,21 +233,19 @@ class _Compilations:
         fits = self.fits(trial)
         return not fits, plan.cost if fits else float(trial.peak_bytes)
 
-    def next_choice(self, task: Task, result: SearchResult) -> tuple[int, ...] | None:
+    def next_choice(self, task: Task) -> tuple[int, ...] | None:
         """Returns what to compile next; `None` if nothing else can be better than what fits.
 
         It is the cheapest that fits with the factor of the last. After these come those that only this factor rules
         out, which another plan has shown, unless they are like one that did not fit: first what is expected to need
         least.
         """
-        if not self.compiled:
-            return result.choice
         cost, aimed = task.problem.cost, self.aimed_bytes
         most = min((plan.cost for plan, trial in self.compiled.values() if self.fits(trial)), default=np.inf)
         peaks = {
             choice: task.compiled_peak(choice)
             for choice in self.choices
-            if choice not in self.compiled and cost(choice) < most
+            if choice not in self.compiled and choice not in self.failures and cost(choice) < most
         }
         fitting = [choice for choice, peak in peaks.items() if peak <= aimed]
         if fitting:
@@ -239,25 +281,51 @@ class _Compilations:
             if not self.fits(trial)
         )
 
-    def compile(self, task: Task, choice: tuple[int, ...], result: SearchResult) -> None:
-        """Compiles a choice; `result` is of the last search, which may have found another."""
-        # A compiled function passes its limit on to the compiler unless the model says that more is needed.
+    def compile_as_is(self, result: SearchResult) -> None:
+        """Compiles a plan just as it is returned without `prove`; if it does not fit, with the limit passed on, too.
+
+        Compilers mostly save memory then, but with a little less than they need, they may take more.
+        """
+        plan = attrs.evolve(self.plan, result=result)
+        self.compile(plan)
+        if plan.choice not in self.compiled or self.fits(self.compiled[plan.choice][1]) or self.is_late:
+            return
+        limited = self.limited(plan.task, plan.choice, result)
+        if limited.jit(self.fn).compiler_options(self.mesh) != plan.jit(self.fn).compiler_options(self.mesh):
+            self.compile(limited)
+
+    def limited(self, task: Task, choice: tuple[int, ...], result: SearchResult) -> AutoPlan:
+        """Returns the plan of a choice that passes the limit on to the compiler, as if it fitted by the model.
+
+        `result` is of the last search, which may have found another choice.
+        """
         task = self.fitted(task, choice)
         result = attrs.evolve(task.with_choice(result, choice), fits=True, is_tight=False)
-        plan = attrs.evolve(self.plan, task=task, result=result)
-        owners = self.plan.call.argument_indices
-        donated = sorted(dict.fromkeys(owners[index] for index in self.plan.call.feedback.values()))
+        return attrs.evolve(self.plan, task=task, result=result)
+
+    def compile(self, plan: AutoPlan) -> None:
+        """Compiles a plan; of one choice, the one that needs less is kept."""
+        choice, owners = plan.choice, plan.call.argument_indices
+        donated = sorted(dict.fromkeys(owners[index] for index in plan.call.feedback.values()))
         start = time.monotonic()
-        with jax.set_mesh(self.mesh), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            lowered = plan.jit(self.fn, donate_argnums=donated).lower(*self.plan.args)
-            try:
-                peak_bytes = compiled_memory(lowered, self.mesh).peak_bytes
-            except DoesNotFitError as error:  # the compiler for TPUs gives up on what is far too large
-                peak_bytes = max(error.needed_bytes, self.plan.memory_limit + 1)
-        self.longest_seconds = max(self.longest_seconds, time.monotonic() - start)
+        try:
+            with jax.set_mesh(self.mesh), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+                memory = compiled_memory(plan.jit(self.fn, donate_argnums=donated).lower(*plan.args), self.mesh)
+            peak_bytes = memory.peak_bytes
+            if memory.flag:
+                self.flags[choice] = memory.flag
+        except DoesNotFitError as error:  # the compiler for TPUs gives up on what is far too large
+            peak_bytes = max(error.needed_bytes, self.plan.memory_limit + 1)
+        except Exception as error:  # noqa: BLE001  whatever a compiler does, no search is lost
+            if choice not in self.compiled:
+                self.failures[choice] = failure_text(error)
+            return
+        finally:
+            self.longest_seconds = max(self.longest_seconds, time.monotonic() - start)
         modelled = self.plan.task.compiled_peak(choice)
-        self.compiled[choice] = plan, CompiledPlan(plan.step_time.seconds, int(modelled), peak_bytes)
+        if choice not in self.compiled or peak_bytes < self.compiled[choice][1].peak_bytes:
+            self.compiled[choice] = plan, CompiledPlan(plan.step_time.seconds, int(modelled), peak_bytes)
 
     def fitted(self, task: Task, choice: tuple[int, ...]) -> Task:
         """Returns the task with such a factor that a choice fits, if arguments leave room for anything."""
@@ -288,6 +356,29 @@ class _Compilations:
         return _scaled(task, factor)
 
 
+def failure_text(error: Exception) -> str:
+    """Returns the first line of a compiler's error, or of what a function raises when it is lowered for a platform."""
+    line = str(error).partition("\n")[0]
+    return line if isinstance(error, ShardRulesError) else f"{type(error).__name__}: {line}"
+
+
+def failure_findings(failures: Sequence[str], flags: Sequence[str], count: int) -> Iterator[Finding]:
+    """Yields what compilers failed at, of so many plans, and the flags that they were given not to."""
+    if failures:
+        yield Finding(
+            "warning",
+            "compiler-failed",
+            f"the compiler failed at {len(failures)} of {count} plans, of which nothing is proved: {failures[0]}",
+        )
+    for flag, flag_count in Counter(flags).items():
+        yield Finding(
+            "note",
+            "compiled-with-flag",
+            f"the compiler fails at {flag_count} of {count} plans without --{flag}, and compiled them with it",
+            remedy=f"Pass --{flag} to audit them, too",
+        )
+
+
 def _does_not_fit(plan: AutoPlan, trials: Sequence[CompiledPlan], is_cut: bool) -> Finding:
     more = ". Raise time_limit: it was reached before more plans could be compiled" * is_cut
     peaks = ", ".join(bytes_text(nbytes) for nbytes in sorted(trial.peak_bytes for trial in trials))
@@ -300,7 +391,8 @@ def _does_not_fit(plan: AutoPlan, trials: Sequence[CompiledPlan], is_cut: bool) 
     )
 
 
-def _cut_short(count: int) -> Finding:
+def cut_short(count: int) -> Finding:
+    """Returns the finding that there was no time to compile more plans than so many."""
     counted = "1 plan was" if count == 1 else f"{count} plans were"
     return Finding(
         "note",
@@ -310,10 +402,18 @@ def _cut_short(count: int) -> Finding:
     )
 
 
-def _not_compiled() -> Finding:
+def not_compiled(has_failed: bool, peak_bytes: int, limit_bytes: int, others: Sequence[int]) -> Finding:
+    """Returns the finding that a plan is what the model says fits, with what was proved of `others`: their peaks."""
+    reason = (
+        "the compiler failed at this plan"
+        if has_failed
+        else "the time limit was reached before any plan could be compiled"
+    )
+    peaks = ", ".join(bytes_text(nbytes) for nbytes in sorted(others))
+    refuted = f"; {len(others)} other{'s' * (len(others) > 1)} were compiled, and need {peaks}" if others else ""
     return Finding(
         "warning",
         "not-compiled",
-        "the time limit was reached before any plan could be compiled",
-        remedy="Raise time_limit",
+        f"{reason}, which is modelled to take {bytes_text(peak_bytes)} of {bytes_text(limit_bytes)}{refuted}",
+        remedy="" if has_failed else "Raise time_limit",
     )

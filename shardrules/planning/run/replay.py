@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.context import current_mesh
-from shardrules.core.errors import NoMeshError, TreeError, printable
+from shardrules.core.errors import NoMeshError, TreeError, printable, shortened
 from shardrules.core.jax_state import under_trace
 from shardrules.core.spec import shard_bytes, spec_repr
 from shardrules.core.tree import array_kind
@@ -110,7 +110,7 @@ class PlannedFunction:
         if misplaced:
             raise TreeError(
                 f"{self.planned.name}: {len(misplaced)} arrays are not where they were planned:\n  "
-                + "\n  ".join(misplaced)
+                + "\n  ".join(shortened(misplaced))
                 + "\nPut them there first: sr.filter_shard(args, planned.plan)"
             )
         placed = put_unplaced(put_some(arrays, moved), targets)
@@ -254,7 +254,7 @@ def _difference(planned: Call, called: Call) -> str:
     differences += [f"{path} is new" for path in after if path not in before]
     differences += [f"{path} is missing" for path in before if path not in after]
     why = (
-        "; ".join(map(printable, differences))
+        "; ".join(shortened([*map(printable, differences)]))
         if differences
         else "the arguments are the same, but what it computes is not"
     )

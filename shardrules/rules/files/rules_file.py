@@ -8,7 +8,7 @@ import attrs
 from jax.sharding import AbstractMesh
 
 from shardrules.core.axes import AnyMesh, mesh_text
-from shardrules.core.errors import RulesFileError, suggest
+from shardrules.core.errors import RulesFileError, shortened, suggest
 from shardrules.core.finding import Severity
 from shardrules.core.rule import ShardingRule
 
@@ -57,7 +57,11 @@ class RulesFile:
             if name not in names
         ]
         if problems:
-            listing = problems[0] if len(problems) == 1 else "\n  ".join([f"{self.file} has unknown axes:", *problems])
+            listing = (
+                problems[0]
+                if len(problems) == 1
+                else "\n  ".join([f"{self.file} has unknown axes:", *shortened(problems)])
+            )
             raise RulesFileError(
                 f"{listing}; {reason}. Correct {'it' if len(problems) == 1 else 'them'}, or drop "
                 f'{"it" if len(problems) == 1 else "them"} with a rule of type "fitted"'

@@ -1,7 +1,7 @@
 """From a search to the plan: its figures, why other candidates lost, and what would help."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -19,7 +19,7 @@ from shardrules.planning.answer.frontier import FrontierPoint
 from shardrules.planning.answer.plan import AutoPlan
 from shardrules.planning.run.replay import NEAR_RATIO
 from shardrules.training.answer.plan import TrainingPlan
-from shardrules.training.answer.prove import ProvedPlan, plans_to_prove, prove_outcome, ranked
+from shardrules.training.answer.prove import Proofs, fastest_of_all, plans_to_prove
 from shardrules.training.answer.report import Advice, TrainingCandidate, TrainingPlanReport
 from shardrules.training.answer.tokens import token_count
 from shardrules.training.keep.flat import flattened
@@ -35,27 +35,29 @@ knows what the model of memory is off by; twice as many hardly find more."""
 
 
 def proved_plan(search: TrainingSearch, count: int) -> TrainingPlan:
-    """Returns the best plan of a search by the compiler, which compiles the best few, and more if none of them fits."""
-    proofs: dict[Outcome, ProvedPlan] = {}
+    """Returns the best plan of a search by the compiler: never a worse one than by the model alone.
+
+    It compiles the plan that is returned without proof, then the fastest of all, whatever the model says of its memory,
+    then others of the best few, and more if none of them fits.
+    """
+    plain = search.best or search.smallest
+    assert plain is not None, "something was planned"
+    proofs = Proofs(search.problem, search.deadline, search.progress)
+    proofs.add(plain)
+    fastest = fastest_of_all(search, plain)
+    while fastest and not proofs.add(fastest.pop(0)):
+        pass
     for _ in range(_MOST_SEARCHES):
         for outcome in plans_to_prove(search.fitting, count) or [search.smallest]:
-            if outcome is not None and outcome not in proofs and (not proofs or not search.is_late):
-                search.progress(f"compiling {outcome.mesh}, {outcome.recipe}")
-                proofs[outcome] = prove_outcome(search.problem, outcome)
-        if any(proof.fits for proof in proofs.values()) or search.is_over:
+            assert outcome is not None, "something was planned"
+            proofs.add(outcome)
+        if proofs.fits or search.is_over or not proofs.factor or not search_again(search, proofs.factor):
             break
-        # The model is off by about as much for other plans of the same step.
-        least = min(proofs.values(), key=lambda proof: proof.peak_bytes / max(1, proof.modelled_bytes))
-        if not search_again(search, least.modelled_bytes / least.peak_bytes):
-            break
-    best = ranked(list(proofs.values()))[0]
-    chosen = next(outcome for outcome, proof in proofs.items() if proof is best)
-    return training_plan(search, chosen, ranked(list(proofs.values())))
+    chosen = proofs.best(plain)
+    return training_plan(search, chosen, proofs)
 
 
-def training_plan(
-    search: TrainingSearch, chosen: Outcome | None = None, proofs: tuple[ProvedPlan, ...] = ()
-) -> TrainingPlan:
+def training_plan(search: TrainingSearch, chosen: Outcome | None = None, proofs: Proofs | None = None) -> TrainingPlan:
     """Returns the best plan of a search, or the one that was `chosen` by what compilers say."""
     problem = search.problem
     outcome = chosen or search.best or search.smallest
@@ -87,7 +89,7 @@ def training_plan(
         tuple(planned.sent_bytes.items()),
         planned.split_dims,
         tuple(use for use in planned.regions if outcome.recipe.stages == 1 or not is_stage_exchange(use.name)),
-        tuple(_candidates(search, outcome)),
+        tuple(_candidates(search, outcome, is_proved=proofs is not None and proofs.fits)),
         _frontier(search),
         tuple(_advice(search, outcome)),
         (*_findings(search, outcome, planned, proofs),),
@@ -97,7 +99,7 @@ def training_plan(
         outcome.recipe.chunks,
     )
     outcomes = (outcome, *(other for other in search.fitting if other is not outcome))
-    return TrainingPlan(step, planned, report, problem, outcomes, proofs)
+    return TrainingPlan(step, planned, report, problem, outcomes, () if proofs is None else proofs.ranked)
 
 
 def _model_flops(problem: TrainingProblem) -> tuple[int, float]:
@@ -140,17 +142,18 @@ def _host_memory(planned: AutoPlan, outcome: Outcome) -> tuple[tuple[str, int], 
     return tuple((name, nbytes) for name, nbytes in parts if nbytes)
 
 
-def _candidates(search: TrainingSearch, chosen: Outcome) -> Iterator[TrainingCandidate]:
+def _candidates(search: TrainingSearch, chosen: Outcome, *, is_proved: bool) -> Iterator[TrainingCandidate]:
     """Yields what was planned: the plan, what fits, what does not, and what was refused."""
-    rows = [
-        (_rank(outcome, chosen), _candidate(outcome, _reason(search, outcome, chosen)))
-        for outcome in search.outcomes.values()
-    ]
+    planned = dict(search.outcomes)
     for outcome in (*search.free.values(), *search.columns.values()):
-        key = outcome.shape, outcome.recipe
-        if key not in search.outcomes:
-            reason = search.beaten.get(key) or _reason(search, outcome, chosen)
-            rows.append((_rank(outcome, chosen), _candidate(outcome, reason)))
+        planned.setdefault((outcome.shape, outcome.recipe), outcome)
+    # The plan may be one that takes too much by the model, but not by the compiler.
+    chosen = attrs.evolve(chosen, fits=chosen.fits or is_proved)
+    planned[chosen.shape, chosen.recipe] = chosen
+    rows: list[tuple[tuple[int, float], TrainingCandidate]] = []
+    for key, outcome in planned.items():
+        reason = search.beaten.get(key) if key not in search.outcomes and outcome is not chosen else None
+        rows.append((_rank(outcome, chosen), _candidate(outcome, reason or _reason(search, outcome, chosen))))
     rows.sort(key=lambda row: row[0])
     yield from (candidate for _, candidate in rows)
 
@@ -277,19 +280,10 @@ def _scaled(problem: TrainingProblem, other: TrainingProblem, chosen: Outcome) -
     return (shape[0] * factor, *shape[1:]), recipe
 
 
-def _findings(
-    search: TrainingSearch, outcome: Outcome, planned: AutoPlan, proofs: Sequence[ProvedPlan]
-) -> Iterator[Finding]:
+def _findings(search: TrainingSearch, outcome: Outcome, planned: AutoPlan, proofs: Proofs | None) -> Iterator[Finding]:
     limit = search.problem.limit_bytes
-    if proofs and not proofs[0].fits:
-        yield Finding(
-            "warning",
-            "does-not-fit",
-            f"no plan that was compiled fits in {bytes_text(limit)}; this one needs {bytes_text(proofs[0].peak_bytes)}",
-            remedy="Use more devices, or a smaller batch",
-        )
-    elif proofs:
-        yield Finding("note", "compiled", str(proofs[0]))
+    if proofs is not None:
+        yield from proofs.findings(outcome)
     elif search.best is None:
         yield Finding(
             "warning",

@@ -20,7 +20,7 @@ from shardrules.planning.answer.diff import AutoPlanDiff
 from shardrules.planning.answer.frontier import Frontier
 from shardrules.planning.answer.plan import AutoPlan
 from shardrules.planning.run.replay import PlannedFunction, concrete_mesh
-from shardrules.training.answer.prove import ProvedPlan, plans_to_prove, prove_outcome, ranked
+from shardrules.training.answer.prove import Proofs, ProvedPlan, plans_to_prove
 from shardrules.training.answer.report import TrainingCandidate, TrainingPlanReport
 from shardrules.training.search.problem import Outcome, TrainingProblem
 from shardrules.training.step import Recipe, TrainingStep
@@ -54,7 +54,7 @@ class TrainingPlan:
     _outcomes: tuple[Outcome, ...] = attrs.field(repr=False)
     """The plans that fit by the model, this one first, then the others by their time."""
     compiled: tuple[ProvedPlan, ...] = ()
-    """What was compiled with `prove`, the best first: this plan, and others."""
+    """What was compiled with `prove`, the best first: this plan, unless the compiler failed at it, and others."""
 
     @property
     def recipe(self) -> Recipe:
@@ -140,12 +140,17 @@ class TrainingPlan:
         """Compiles the best plans for the cluster, and returns what the compiler makes of each, the best first.
 
         Of plans that are nearly as fast by the model, those are compiled that differ most. First come those that fit by
-        the compiler, by the modelled time of the compiled program. Nothing is run.
+        the compiler, by the modelled time of the compiled program. Nothing is run. Plans that the compiler fails at are
+        left out; if it fails at all of them, that error is raised.
         """
         if type(count) is not int or count < 1:
             raise ConfigError(f"count must be how many plans to compile, got {count!r}")
-        outcomes = plans_to_prove(self._outcomes, count)
-        return ranked([prove_outcome(self._problem, outcome) for outcome in outcomes])
+        proofs = Proofs(self._problem)
+        for outcome in plans_to_prove(self._outcomes, count):
+            proofs.add(outcome)
+        if not proofs.proved:
+            raise next(iter(proofs.errors.values()))
+        return proofs.ranked
 
     def to_json(self) -> str:
         """Returns the report as JSON, which `TrainingPlanReport.from_json` reads."""

@@ -3,6 +3,7 @@
 import functools
 import os
 import pickle
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +18,14 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.analysis.compiling.arguments import read_arguments
-from shardrules.analysis.compiling.compile import Compiled, CompilerMemory, compile_for, trace
-from shardrules.core.errors import DoesNotFitError
+from shardrules.analysis.compiling.compile import (
+    Compiled,
+    CompilerMemory,
+    compile_for,
+    compiled_memory,
+    trace,
+)
+from shardrules.core.errors import CompileError, DoesNotFitError
 from tests.analysis.programs import CPU, CUDA, TARGETS, TPU, mesh_on
 
 AXES = "data:4,model:2"
@@ -258,6 +265,68 @@ def test_other_compilers_refuse_nothing() -> None:
         mesh = mesh_on(target, "data:8")
         compiled = built(lambda x: jnp.tanh(x) * 2, big, mesh=mesh, shardings=P("data"))
         assert compiled.memory.argument_bytes == 2**40 // 8
+
+
+def attention(w: Any, x: Any) -> Any:
+    """Attention in float32 over 196 positions, as of a vision transformer for images of 224 pixels."""
+
+    def example(x: Any) -> Any:
+        q, k, v = ((x @ each).reshape(196, 3, 64) for each in w[:3])
+        read = jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, k) / 8), v)
+        return read.reshape(196, 192) @ w[3]
+
+    return (jax.vmap(example)(x) ** 2).mean()
+
+
+ATTENTION = (f32(192, 192),) * 4, f32(64, 196, 192)
+
+
+@pytest.fixture
+def lacking_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes XLA fail as that of JAX 0.10 does at `attention`; newer ones find tiles."""
+    compiled = jax.stages.Lowered.compile
+
+    def compile_with(lowered: Any, compiler_options: Any = None) -> Any:
+        if compiler_options is None:
+            raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes that satisfy hlo: dot")
+        return compiled(lowered, compiler_options)
+
+    if jax.__version_info__ >= (0, 11):
+        monkeypatch.setattr(jax.stages.Lowered, "compile", compile_with)
+
+
+@pytest.mark.usefixtures("lacking_tiles")
+def test_where_xla_lacks_tiles_the_error_names_the_flag() -> None:
+    mesh = mesh_on(CUDA, "data:8")
+    with pytest.raises(CompileError, match="the compiler for gpu fails: INTERNAL: Couldn't find output tile") as caught:
+        built(attention, *ATTENTION, mesh=mesh, shardings=(P(), P("data")))
+    error = caught.value
+    assert error.flag == "xla_gpu_enable_triton_gemm=false"
+    assert f'target="cuda:h100:8 --{error.flag}"' in str(error)
+    assert isinstance(error, RuntimeError)
+    assert isinstance(error.__cause__, jax.errors.JaxRuntimeError)
+    assert pickle.loads(pickle.dumps(error)).flag == error.flag
+    options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
+    compiled = built(attention, *ATTENTION, mesh=mesh, shardings=(P(), P("data")), options=options)
+    with jax.set_mesh(mesh):
+        structs = jax.tree.map(
+            lambda array, spec: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec)),
+            ATTENTION,
+            ((P(),) * 4, P("data")),
+        )
+        memory = compiled_memory(jax.jit(attention, keep_unused=True).lower(*structs), mesh)
+    assert (memory.peak_bytes, memory.flag) == (compiled.memory.peak_bytes, error.flag)
+
+
+@pytest.mark.parametrize("words", ["INTERNAL: during context [pre-optimization]: bad", "RESOURCE_EXHAUSTED: vmem"])
+def test_what_compilers_fail_at_is_an_error_with_their_words(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise jax.errors.JaxRuntimeError(f"{words}\nmore of it")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+    with pytest.raises(CompileError, match=f"^{re.escape(f'the compiler for cpu fails: {words}')}$") as caught:
+        built(product, W, X)
+    assert not caught.value.flag
 
 
 def test_an_error_of_a_trace_names_the_line() -> None:

@@ -1,8 +1,12 @@
 """Files that appear all at once: at every moment of a save the old or the new checkpoint is whole."""
 
+import ctypes
 import json
 import os
+import resource
+import secrets
 import shutil
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,3 +167,113 @@ def test_two_names_are_exchanged_at_once(tmp_path: Path) -> None:
     assert commit._exchange_names(tmp_path / "a", tmp_path / "b")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
     assert not commit._exchange_names(tmp_path / "a", tmp_path / "missing")
+
+
+SAVE_ALL: dict[str, Callable[[Path, Any], None]] = {
+    **SAVERS,
+    "orbax": lambda path, tree: sr.save_orbax(path / "saved", tree),
+}
+
+
+@pytest.mark.parametrize("name", SAVE_ALL)
+def test_links_and_files_at_foreseeable_names_are_left_alone(name: str, tmp_path: Path) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "folder"
+    victim.write_text("precious")
+    folder.mkdir()
+    names = (
+        "saved",
+        "saved.safetensors",
+        "saved.eqx",
+        "model.safetensors.index.json",
+        "model-00001-of-00001.safetensors",
+    )
+    links = [folder / f".{file}.saving" for file in names] + [folder / "saved" / f".{file}.saving" for file in names]
+    for link in links if name == "folder" else links[:5]:
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(victim)
+    SAVE_ALL[name](folder, {"w": np.ones(3, np.float32)})
+    assert victim.read_text() == "precious"
+    assert all(link.is_symlink() for link in links[:5])
+
+
+@pytest.mark.parametrize("name", SAVE_ALL)
+def test_temporary_names_differ_in_each_save(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    token = secrets.token_hex
+    monkeypatch.setattr(secrets, "token_hex", lambda count: seen.append(token(count)) or seen[-1])
+    for value in range(2):
+        SAVE_ALL[name](tmp_path, {"w": np.full(3, value, np.float32)})
+    assert len(seen) == len(dict.fromkeys(seen)) == (4 if name == "folder" else 2)
+
+
+def test_a_file_that_has_the_temporary_name_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "remove_leftovers", lambda *_: None)
+    monkeypatch.setattr(secrets, "token_hex", lambda count: "0" * 2 * count)
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / f".saved.eqx.{'0' * 16}.saving").symlink_to(victim)
+    with pytest.raises(CheckpointError, match="File exists"):
+        SAVERS["equinox"](tmp_path, tree(1))
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", SAVE_ALL)
+@pytest.mark.parametrize("has_old", [True, False])
+def test_a_full_disk_leaves_nothing_behind(name: str, has_old: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "first"
+    if has_old:
+        SAVE_ALL[name](folder, {"w": np.ones(3, np.float32)})
+    before = sorted(tmp_path.rglob("*"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # as on a full disk, larger files cannot be written
+    try:
+        with pytest.raises(CheckpointError, match=r"(?i)file too large|cannot be saved"):
+            SAVE_ALL[name](folder, {"w": np.random.default_rng(0).standard_normal(10**5)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def libc(**functions: Any) -> Callable[..., Any]:
+    return lambda *_, **__: types.SimpleNamespace(**functions)
+
+
+def test_a_disk_without_room_is_found_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", libc(fallocate=lambda *_: -1 + 0 * ctypes.set_errno(28)))
+    monkeypatch.setattr(os, "pwrite", lambda *_: pytest.fail("something was written"))
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        SAVERS["equinox"](tmp_path, tree(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("functions", [{}, {"fallocate": lambda *_: -1 + 0 * ctypes.set_errno(95)}])
+def test_a_system_that_cannot_reserve_room_saves(
+    functions: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", libc(**functions))
+    SAVERS["equinox"](tmp_path, tree(1))
+    assert value_of(LOADERS["equinox"](tmp_path, tree(0))) == 1
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_whatever_is_not_a_regular_file_is_refused(name: str, tmp_path: Path) -> None:
+    SAVERS[name](tmp_path, tree(1))
+    for file in [path for path in tmp_path.rglob("*") if path.is_file()]:
+        data = file.read_bytes()
+        for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
+            file.unlink()
+            make(file)
+            with pytest.raises(CheckpointError, match=r"is not a regular file|has no .safetensors file"):
+                LOADERS[name](tmp_path, tree(0))
+            file.rmdir() if file.is_dir() else file.unlink()
+            file.write_bytes(data)
+    assert value_of(LOADERS[name](tmp_path, tree(0))) == 1
+
+
+def test_a_pipe_in_an_orbax_checkpoint_is_refused(tmp_path: Path) -> None:
+    sr.save_orbax(tmp_path / "saved", {"w": np.ones(3, np.float32)})
+    os.mkfifo(tmp_path / "saved" / "d" / "pipe")
+    with pytest.raises(CheckpointError, match="pipe: it is not a regular file"):
+        sr.load_orbax(tmp_path / "saved", {"w": np.ones(3, np.float32)}, P(), sr.create_mesh("data:8"))

@@ -57,7 +57,7 @@ def no_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("data was read")
 
-    monkeypatch.setattr(tensor_file, "_read_exactly", refuse)
+    monkeypatch.setattr(tensor_file._Reader, "_read_exactly", refuse)
 
 
 def bits(tree: Any) -> list[Any]:
@@ -274,7 +274,7 @@ def test_a_plan_that_is_wrong_is_refused_before_anything_is_read(
 def test_no_device_holds_more_than_its_shards(
     tmp_path: Path, mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
 ) -> None:
-    monkeypatch.setattr("shardrules.placement.transfer._WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr("shardrules.placement.transfer.WHOLE_BYTES", whole_bytes)
     tree = [jnp.ones((64, 64)) for _ in range(4)]
     eqx.tree_serialise_leaves(tmp_path / "x.eqx", tree)
     before = [*tree, *jax.live_arrays()]
@@ -284,8 +284,8 @@ def test_no_device_holds_more_than_its_shards(
         new = [array for array in jax.live_arrays() if not any(array is other for other in before)]
         largest.extend(shard.data.nbytes for array in new for shard in array.addressable_shards)
 
-    plain = tensor_file._read_exactly
-    monkeypatch.setattr(tensor_file, "_read_exactly", lambda *args: (look(), plain(*args)))
+    plain = tensor_file._Reader._read_exactly
+    monkeypatch.setattr(tensor_file._Reader, "_read_exactly", lambda *args: (look(), plain(*args)))
     like = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4
     loaded = load_equinox(tmp_path / "x.eqx", like, P("data", "model"), mesh)
     look()

@@ -291,9 +291,36 @@ def test_the_total_of_an_index_is_read_where_it_has_it(tmp_path: Path, total: An
 def test_a_file_that_may_not_be_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.safetensors").write_bytes(entry())
 
-    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+    def refuse(*_: Any) -> Any:
         raise PermissionError(13, os.strerror(13))
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     (problem,) = read_headers(tmp_path / "x.safetensors").problems
     assert problem.message == "cannot be read: Permission denied"
+
+
+def test_keys_of_a_tensor_may_be_in_any_order(tmp_path: Path) -> None:
+    changed: dict[str, Any] = {"b": dict(reversed(header()["b"].items())), "a": header()["a"], "c": header()["a"]}
+    changed["c"] = {"dtype": "F4", "shape": [0], "data_offsets": [40, 40]}
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(file_of(json.dumps(changed).encode()))
+    contents = read_headers(file)
+    assert contents.problems == []
+    assert {name: str(array) for name, array in contents.stored.items()} == {
+        "a": "F32[4]",
+        "b": "I32[2, 3]",
+        "c": "F4[0]",
+    }
+    assert list(contents.tensors) == ["b", "a"]
+    assert len(contents.tensors) == 2
+    assert contents.tensors["b"].offset - contents.tensors["a"].offset == 16
+    assert "c" not in contents.tensors
+    with pytest.raises(KeyError, match="c"):
+        contents.tensors["c"]
+
+
+def test_a_header_that_looks_like_a_tensor_is_a_table(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(text('{"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}'))
+    (problem,) = read_headers(file).problems
+    assert "'dtype' is 'F32', not a table with dtype, shape, data_offsets" in problem.message

@@ -70,7 +70,7 @@ def no_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("data was read")
 
-    monkeypatch.setattr(tensor_file, "_read_exactly", refuse)
+    monkeypatch.setattr(tensor_file._Reader, "_read_exactly", refuse)
 
 
 def test_a_model_is_loaded(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
@@ -343,10 +343,13 @@ def test_each_process_reads_what_its_devices_hold(tmp_path: Path, whole_bytes: i
     code = f"""
         from shardrules.placement import transfer
         from shardrules.placement.checkpoints import safetensors, tensor_file
-        transfer._WHOLE_BYTES = {whole_bytes}
+        transfer.WHOLE_BYTES = {whole_bytes}
         counts = []
-        plain = tensor_file._read_exactly
-        tensor_file._read_exactly = lambda file, offset, into: (counts.append(into.nbytes), plain(file, offset, into))
+        plain = tensor_file._Reader._read_exactly
+        def count(reader, start, into):
+            counts.append(into.nbytes)
+            plain(reader, start, into)
+        tensor_file._Reader._read_exactly = count
         like = {{"rows": jax.ShapeDtypeStruct((64, 1024), jnp.float32), "all": jax.ShapeDtypeStruct((16,), jnp.int32)}}
         mesh = sr.create_mesh("data:4,model:2")
         found = safetensors.load_safetensors({str(tmp_path)!r}, like, {{"rows": P("data"), "all": P()}}, mesh)
@@ -366,20 +369,20 @@ def test_no_device_holds_more_than_its_shards(
     tmp_path: Path, mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
 ) -> None:
     """Looks at all that lives on any device whenever something is read."""
-    monkeypatch.setattr("shardrules.placement.transfer._WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr("shardrules.placement.transfer.WHOLE_BYTES", whole_bytes)
     arrays = {f"w{i}": np.ones((64, 64), np.float32) for i in range(4)}
     safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors")
     like = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
     before = jax.live_arrays()
     largest: list[int] = []
-    plain = tensor_file._read_exactly
+    plain = tensor_file._Reader._read_exactly
 
     def look(file: Any, offset: int, into: np.ndarray) -> None:
         new = [array for array in jax.live_arrays() if not any(array is other for other in before)]
         largest.extend(shard.data.nbytes for array in new for shard in array.addressable_shards)
         plain(file, offset, into)
 
-    monkeypatch.setattr(tensor_file, "_read_exactly", look)
+    monkeypatch.setattr(tensor_file._Reader, "_read_exactly", look)
     load_safetensors(tmp_path, like, P("data", "model"), mesh)
     assert max(largest) == 64 * 64 * 4 // 8
     load_safetensors(tmp_path, like, jax.devices()[0])

@@ -106,6 +106,43 @@ def test_arrays_of_one_process_and_of_all_are_saved_once(processes: int, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["safetensors", "equinox"])
+def test_each_process_checks_what_it_reads(name: str, tmp_path: Path) -> None:
+    # Rows of 6000 bytes: blocks end within rows, and four processes have a part of each row.
+    whole = np.random.default_rng(0).standard_normal((40, 1500)).astype(np.float32)
+    path = tmp_path / "saved"
+    getattr(sr, f"save_{name}")(path, {"w": whole})
+    code = f"""
+        whole = np.random.default_rng(0).standard_normal((40, 1500)).astype(np.float32)
+        placed = sr.filter_shard({{"w": whole}}, P(None, ("data", "model")), sr.create_mesh("data:4,model:3"))
+        sr.save_{name}({str(tmp_path / "together")!r}, placed, timeout=60)
+        like = {{"w": jax.ShapeDtypeStruct(whole.shape, np.float32)}}
+        try:
+            loaded = sr.load_{name}({str(path)!r}, like, P(None, ("data", "model")), sr.create_mesh("data:4,model:3"))
+            for shard in loaded["w"].addressable_shards:
+                np.testing.assert_array_equal(shard.data, whole[shard.index])
+        except sr.errors.CheckpointError as error:
+            assert "is damaged" in str(error), error
+            print("damaged")
+    """
+
+    def files(folder: Path) -> list[Path]:
+        return [folder.with_suffix(".eqx")] if name == "equinox" else sorted(folder.glob("*.safetensors"))
+
+    def outputs() -> list[list[str]]:
+        return printed_lines(run_processes(textwrap.dedent(code), processes=4, devices=3))
+
+    assert outputs() == [[]] * 4
+    assert [file.read_bytes() for file in files(path)] == [file.read_bytes() for file in files(tmp_path / "together")]
+    (file,) = files(path)
+    data = bytearray(file.read_bytes())
+    data[data.index(whole.tobytes()) + 20 * 6000 + 4500 + 700] ^= 1  # in columns of the last process
+    file.write_bytes(data)
+    lines = outputs()
+    assert lines[3] == ["damaged"]
+
+
+@pytest.mark.slow
 @EACH_FORMAT
 def test_a_failure_on_one_process_is_an_error_on_all(name: str, processes: int, tmp_path: Path) -> None:
     path = tmp_path / "saved"

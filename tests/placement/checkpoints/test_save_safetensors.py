@@ -75,7 +75,9 @@ def test_the_safetensors_library_reads_the_files(tmp_path: Path, mesh: jax.shard
     assert index["metadata"]["total_size"] == sum(len(data) for _, _, data in expected.values())
     for file in set(index["weight_map"].values()):
         with safetensors.safe_open(tmp_path / file, "np") as opened:
-            assert opened.metadata() == {"format": "pt"}
+            metadata = opened.metadata()
+            assert metadata.pop("shardrules.checksums").startswith("crc=")
+            assert metadata == {"format": "pt"}
 
 
 def test_files_hold_at_most_so_many_bytes(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_tensors_are_aligned(tmp_path: Path) -> None:
     data = (tmp_path / "m.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
     assert length % 8 == 0
-    for name, entry in json.loads(data[8 : 8 + length]).items():
+    for name, entry in list(json.loads(data[8 : 8 + length]).items())[1:]:
         assert entry["data_offsets"][0] % tree[name].dtype.itemsize == 0
 
 

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.placement.checkpoints import tensor_writer
+from shardrules.placement.checkpoints import boxes, tensor_writer
+from shardrules.placement.checkpoints.checksums import UNKNOWN, block_sums
 from shardrules.placement.checkpoints.saved import saved_leaves
 from shardrules.placement.checkpoints.tensor_writer import local_parts, write_tensor
 
+BLOCK = 64  # smaller than in files
 SPECS = [
     P(),
     P("data"),
@@ -34,10 +36,14 @@ def written(path: Path, array: object, offset: int = 3) -> bytes:
     (leaf,), _ = saved_leaves([array], "save", lambda _: "")
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
-        write_tensor(handle, offset, leaf, local_parts(leaf, True))
+        sums = write_tensor(handle, offset, leaf, local_parts(leaf, True), BLOCK)
     finally:
         os.close(handle)
-    return path.read_bytes()[offset:]
+    data = path.read_bytes()[offset:]
+    # Checksums of blocks that no run fills are missing; the others are those of the file.
+    expected = block_sums(np.frombuffer(data, np.uint8), BLOCK)
+    assert np.all((sums == expected) | (sums == UNKNOWN))
+    return data
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -46,8 +52,9 @@ def test_a_sharded_array_is_written_whole(
     spec: P, long_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Whether runs count as long decides how parts are written; small blocks end in the middle of boxes.
-    monkeypatch.setattr(tensor_writer, "_LONG_BYTES", long_bytes)
-    monkeypatch.setattr(tensor_writer, "_BLOCK_BYTES", 300)
+    monkeypatch.setattr(boxes, "_LONG_BYTES", long_bytes)
+    monkeypatch.setattr(boxes, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(tensor_writer, "BLOCK_BYTES", 300)
     array = np.arange(16 * 8 * 8, dtype=np.int32).reshape(16, 8, 8)
     placed = sr.filter_shard(array, spec, sr.create_mesh("data:4,model:2"))
     assert written(tmp_path / "file", placed) == array.tobytes()

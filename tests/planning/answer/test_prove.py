@@ -1,5 +1,6 @@
 """Plans for which the compiler decides what fits."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.analysis.compiling.compile import CompilerMemory
 from shardrules.analysis.machine import targets
+from shardrules.core.errors import CompileError
 from shardrules.planning.answer.plan import CompiledPlan
 from shardrules.planning.answer.prove import _Compilations, device_mesh
 from shardrules.planning.solve.deadline import NO_DEADLINE
@@ -43,9 +45,17 @@ def plan_of(limit: float | None = None, **options: Any) -> sr.reports.AutoPlan:
 def compiler_peaks(monkeypatch: pytest.MonkeyPatch, peaks: list[float]) -> None:
     """Makes the compiler say that plans need this much, one after the other; the last also for all others."""
     answers = iter(peaks[:-1])
+    compile_plans(monkeypatch, lambda: next(answers, peaks[-1]))
+
+
+def compile_plans(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], Any]) -> None:
+    """Makes the compiler say that plans need this much, or fail with this error."""
 
     def compiled_memory(*_: Any) -> CompilerMemory:
-        return CompilerMemory(0, 0, 0, int(next(answers, peaks[-1])))
+        peak = answer()
+        if isinstance(peak, Exception):
+            raise peak
+        return CompilerMemory(0, 0, 0, int(peak))
 
     monkeypatch.setattr("shardrules.planning.answer.prove.compiled_memory", compiled_memory)
 
@@ -65,8 +75,10 @@ def test_the_fastest_plan_is_kept_where_it_fits_once_compiled() -> None:
     pessimistic = sr.Assumptions(temporaries=1.15)
     assert plan_of(1.01 * peak, assumptions=pessimistic).choice != free.choice
     plan = plan_of(1.01 * peak, assumptions=pessimistic, prove=True)
-    (trial,) = plan.compiled
+    fitting, trial = plan.compiled
     assert plan.choice == free.choice
+    assert fitting.predicted_bytes <= plan.memory_limit
+    assert not fitting.is_chosen
     assert trial.is_chosen
     assert trial.peak_bytes == peak
     assert trial.predicted_bytes > plan.memory_limit
@@ -134,13 +146,84 @@ def test_the_last_that_there_is_time_for_leaves_most_room(monkeypatch: pytest.Mo
     assert aims[2] == pytest.approx(0.8 * plan.memory_limit)
 
 
-def test_far_too_large_plans_are_not_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", [0.9, 0.7])
+def test_the_fastest_plan_is_compiled_whatever_the_model_says_of_it(
+    monkeypatch: pytest.MonkeyPatch, part: float
+) -> None:
     free = plan_of()
-    limit = free.peak_bytes / 1.2
+    limit = part * free.peak_bytes
     compiler_peaks(monkeypatch, [limit])
     plan = plan_of(limit, prove=True)
-    assert all(trial.predicted_bytes <= limit for trial in plan.compiled)
-    assert "does-not-fit" not in codes(plan)
+    assert [trial.is_chosen for trial in plan.compiled] == [False, True]
+    assert plan.choice == free.choice
+    assert plan.fits
+    assert plan.cost < plan_of(limit).cost
+
+
+def test_the_plan_without_proof_is_compiled_first_and_kept_where_nothing_better_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit = 0.9 * plan_of().peak_bytes
+    plain = plan_of(limit)
+    compiler_peaks(monkeypatch, [limit, 2 * limit])
+    plan = plan_of(limit, prove=True)
+    assert plan.compiled[0].is_chosen
+    assert len(plan.compiled) > 1
+    assert plan.choice == plain.choice
+    assert plan.jit(train).peak_bytes == plain.jit(train).peak_bytes
+    assert plan.fits
+
+
+def test_without_time_for_a_second_the_plan_without_proof_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 0.9 * plan_of().peak_bytes
+    monkeypatch.setattr(_Compilations, "is_late", property(lambda compilations: len(compilations.compiled) > 0))
+    compiler_peaks(monkeypatch, [limit])
+    plan = plan_of(limit, prove=True)
+    assert plan.choice == plan_of(limit).choice
+    assert [trial.is_chosen for trial in plan.compiled] == [True]
+    assert "not-all-compiled" in codes(plan)
+
+
+def test_what_compilers_fail_at_is_returned_unless_something_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 0.9 * plan_of().peak_bytes
+    answers = iter([CompileError("the compiler fails: INTERNAL"), 2 * limit])
+    compile_plans(monkeypatch, lambda: next(answers, 3 * limit))
+    plan = plan_of(limit, prove=True)
+    assert plan.choice == plan_of(limit).choice
+    assert not plan.is_compiled
+    assert not any(trial.is_chosen for trial in plan.compiled)
+    assert "as compiled of" not in str(plan)
+    found = {finding.code: finding for finding in plan.findings}
+    assert found["not-compiled"].message.startswith("the compiler failed at this plan, which is modelled to take")
+    assert "others were compiled, and need " in found["not-compiled"].message
+    assert "at 1 of 6 plans, of which nothing is proved: the compiler fails: INT" in found["compiler-failed"].message
+    assert "does-not-fit" not in found
+
+
+def test_what_is_proved_comes_before_what_compilers_fail_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 0.9 * plan_of().peak_bytes
+    answers = iter([ZeroDivisionError("a kernel of another device\nand more")])
+    compile_plans(monkeypatch, lambda: next(answers, limit))
+    plan = plan_of(limit, prove=True)
+    assert [trial.is_chosen for trial in plan.compiled] == [True]
+    assert plan.choice == plan_of().choice
+    (finding,) = [finding for finding in plan.findings if finding.code == "compiler-failed"]
+    assert finding.message.endswith("ZeroDivisionError: a kernel of another device")
+
+
+def test_a_compiler_that_always_fails_loses_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 0.9 * plan_of().peak_bytes
+    compile_plans(monkeypatch, lambda: CompileError("the compiler fails"))
+    plan, plain = plan_of(limit, prove=True), plan_of(limit)
+    assert (plan.choice, plan.compiled, plan.peak_bytes) == (plain.choice, (), plain.peak_bytes)
+    assert {"not-compiled", "compiler-failed"} <= set(codes(plan))
+
+
+def test_flags_that_compilers_need_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = CompilerMemory(0, 0, 0, 1, flag="xla_flag=false")
+    monkeypatch.setattr("shardrules.planning.answer.prove.compiled_memory", lambda *_: memory)
+    (finding,) = [finding for finding in plan_of(prove=True).findings if finding.code == "compiled-with-flag"]
+    assert "the compiler fails at 1 of 1 plans without --xla_flag=false" in finding.message
 
 
 def test_others_are_compiled_where_a_factor_rules_out_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,11 +251,11 @@ def test_faster_plans_follow_that_only_the_factor_of_another_rules_out() -> None
     compilations.choices = dict.fromkeys([*compiled, faster.choice])
     corrected = compilations.corrected(plan.task, free.choice)
     assert corrected.occupancy.peak(faster.choice) > limit
-    assert compilations.next_choice(corrected, plan.result) == faster.choice
+    assert compilations.next_choice(corrected) == faster.choice
     # What hardly gains anything is not compiled.
     compilations.compiled[faster.choice] = plan, attrs.evolve(success, seconds=faster.cost)
     compilations.choices |= dict.fromkeys([trials["data parallel, ZeRO-1"].choice])
-    assert compilations.next_choice(corrected, plan.result) is None
+    assert compilations.next_choice(corrected) is None
 
 
 def test_a_proof_that_time_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

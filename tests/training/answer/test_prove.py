@@ -1,17 +1,25 @@
-"""Which plans are compiled, and what compilers make of plans with arrays in the memory of hosts."""
+"""Which plans are compiled, which of them is returned, and what compilers make of arrays in the memory of hosts."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
+from shardrules.core.errors import CompileError, DoesNotFitError
 from shardrules.planning.graph.machine import Assumptions
 from shardrules.planning.query import QueryOptions
+from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
+from shardrules.training.answer.make import proved_plan
+from shardrules.training.answer.plan import TrainingPlan
 from shardrules.training.answer.prove import ProvedPlan, plans_to_prove, prove_outcome
 from shardrules.training.cluster import Cluster
 from shardrules.training.search.problem import Outcome, TrainingProblem, plan_once
+from shardrules.training.search.search import TrainingSearch
 from shardrules.training.step import Recipe, TrainingStep
 
 LAYERS, WIDTH, ROWS = 8, 1024, 262144
@@ -45,6 +53,125 @@ def test_plans_nearly_as_fast_that_differ_are_compiled_first() -> None:
     assert plans_to_prove(outcomes, 3) == [best, parts, mesh]
     assert plans_to_prove(outcomes, 9) == [best, parts, mesh, hosts, same, slow]
     assert plans_to_prove([], 2) == []
+
+
+def proved_by(
+    monkeypatch: pytest.MonkeyPatch, answer: Callable[[Outcome], Any], calls: list[Outcome] | None = None
+) -> None:
+    """Makes the compiler say that plans need this much, or fail with this error."""
+
+    def prove(training: TrainingProblem, outcome: Outcome) -> ProvedPlan:
+        if calls is not None:
+            calls.append(outcome)
+        needed = answer(outcome)
+        if isinstance(needed, Exception):
+            raise needed
+        plan: Any = SimpleNamespace(
+            memory=SimpleNamespace(peak_bytes=int(needed)), time=SimpleNamespace(seconds=outcome.seconds)
+        )
+        return ProvedPlan(
+            outcome.mesh, str(outcome.recipe), outcome.seconds, outcome.peak_bytes, plan, training.limit_bytes
+        )
+
+    monkeypatch.setattr("shardrules.training.answer.prove.prove_outcome", prove)
+
+
+def small_search(limit: int | None = None) -> TrainingSearch:
+    training = problem("cpu:8", layers=2, width=64, rows=2048)
+    training = attrs.evolve(training, options=attrs.evolve(training.options, memory_limit=limit))
+    search = TrainingSearch(training, None, 1, NO_DEADLINE, lambda text: None)
+    search.run()
+    return search
+
+
+def tight_search() -> TrainingSearch:
+    """A search in which what is fastest does not fit by the model, and something else does."""
+    best = small_search().best
+    assert best is not None
+    search = small_search(int(0.9 * best.peak_bytes))
+    assert search.best is not None
+    return search
+
+
+def codes(plan: TrainingPlan) -> dict[str, str]:
+    return {finding.code: finding.message for finding in plan.report.findings}
+
+
+def test_the_plan_without_proof_is_compiled_first_and_the_fastest_whatever_the_model_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search, calls = tight_search(), list[Outcome]()
+    own, limit = search.best, search.problem.limit_bytes
+    assert own is not None
+    proved_by(monkeypatch, lambda outcome: limit, calls)
+    plan = proved_plan(search, 1)
+    assert calls[0] is own
+    assert not calls[1].fits
+    assert calls[1].seconds < own.seconds
+    assert plan.report.cost == pytest.approx(calls[1].seconds)
+    assert plan.report.cost < own.seconds
+    assert plan.candidates[0].fits
+    assert plan.candidates[0].reason == ""
+    assert sum(not candidate.reason for candidate in plan.candidates) == 1
+    assert "fits" in codes(plan)["compiled"]
+
+
+def test_the_plan_without_proof_is_kept_where_nothing_better_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = tight_search()
+    own, limit = search.best, search.problem.limit_bytes
+    assert own is not None
+    proved_by(monkeypatch, lambda outcome: limit if outcome is own else 2 * limit)
+    plan = proved_plan(search, 3)
+    assert plan.report.cost == pytest.approx(own.seconds)
+    assert plan.report.mesh == own.mesh
+    assert plan.compiled[0].fits
+    assert len(plan.compiled) > 1
+
+
+def test_what_compilers_fail_at_is_returned_unless_something_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = tight_search()
+    own, limit = search.best, search.problem.limit_bytes
+    assert own is not None
+    failure = CompileError("the compiler fails")
+    proved_by(monkeypatch, lambda outcome: failure if outcome is own else 2 * limit)
+    plan = proved_plan(search, 2)
+    assert plan.report.cost == pytest.approx(own.seconds)
+    assert codes(plan)["not-compiled"].startswith("the compiler failed at this plan, which is modelled to take")
+    assert "compiled, and need" in codes(plan)["not-compiled"]
+    assert "of which nothing is proved: the compiler fails" in codes(plan)["compiler-failed"]
+    assert not any(proof.fits for proof in plan.compiled)
+    proved_by(monkeypatch, lambda outcome: failure if outcome is own else limit)
+    plan = proved_plan(tight_search(), 2)
+    assert plan.compiled[0].fits
+    assert "compiled" in codes(plan)
+
+
+def test_a_compiler_that_always_fails_loses_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = tight_search()
+    proved_by(monkeypatch, lambda outcome: CompileError("the compiler fails"))
+    plan = proved_plan(search, 2)
+    assert plan.compiled == ()
+    assert {"not-compiled", "compiler-failed"} <= codes(plan).keys()
+    with pytest.raises(CompileError, match="the compiler fails"):
+        plan.prove(1)
+
+
+def test_what_compilers_refuse_for_its_size_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = tight_search()
+    proved_by(monkeypatch, lambda outcome: DoesNotFitError("too large", 4 * search.problem.limit_bytes))
+    plan = proved_plan(search, 1)
+    assert "no plan that was compiled fits" in codes(plan)["does-not-fit"]
+    assert "compiler-failed" not in codes(plan)
+
+
+def test_plans_are_compiled_as_long_as_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, calls = tight_search(), list[Outcome]()
+    search.deadline = Deadline.after(0)
+    proved_by(monkeypatch, lambda outcome: search.problem.limit_bytes, calls)
+    plan = proved_plan(search, 3)
+    assert len(calls) == 1
+    assert "not-all-compiled" in codes(plan)
+    assert calls[0].mesh == plan.report.mesh
 
 
 @pytest.mark.slow
