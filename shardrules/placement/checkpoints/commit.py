@@ -135,14 +135,14 @@ class Saving:
         leaves: Sequence[SavedLeaf],
         writers: Sequence[int],
         token: str,
-        leftovers: str,
+        own_names: str,
         finish: Callable[[], None],
         undo: Callable[[], None] = lambda: None,
     ) -> None:
         """Writes all files and gives them their names.
 
-        `leftovers` matches the names of this checkpoint's files: what killed processes have left of such is removed. The first process
-        calls `finish` at the end, and `undo` if that fails.
+        `own_names` matches the names of this checkpoint's files, by which what killed processes have left is found.
+        The first process calls `finish` at the end, and `undo` if that fails.
         """
         process = process_id()
         names = [temporary_name(file.path, token) for file in files]
@@ -151,8 +151,8 @@ class Saving:
 
         def create() -> None:
             folders.extend(make_folders(files[0].path.parent))
-            remove_leftovers(files[0].path.parent, leftovers)
-            forget(path for path in files[0].path.parent.iterdir() if re.fullmatch(leftovers, path.name))
+            remove_leftovers(files[0].path.parent, own_names)
+            forget(path for path in files[0].path.parent.iterdir() if re.fullmatch(own_names, path.name))
             for file, name in pairs:
                 _create(file, name)
 
