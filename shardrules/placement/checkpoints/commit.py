@@ -39,6 +39,7 @@ from shardrules.placement.checkpoints.checksums import (
     unknown_sums,
 )
 from shardrules.placement.checkpoints.saved import SavedLeaf
+from shardrules.placement.checkpoints.tensor_file import open_regular
 from shardrules.placement.checkpoints.tensor_writer import local_parts, read_at, write_at, write_tensor
 
 _PLANS = "what is saved"
@@ -134,14 +135,14 @@ class Saving:
         leaves: Sequence[SavedLeaf],
         writers: Sequence[int],
         token: str,
-        leftovers: str,
+        own_names: str,
         finish: Callable[[], None],
         undo: Callable[[], None] = lambda: None,
     ) -> None:
         """Writes all files and gives them their names.
 
-        What killed processes have left of files whose names match `leftovers` is removed before. The first process
-        calls `finish` at the end, and `undo` if that fails.
+        `own_names` matches the names of this checkpoint's files, by which what killed processes have left is found.
+        The first process calls `finish` at the end, and `undo` if that fails.
         """
         process = process_id()
         names = [temporary_name(file.path, token) for file in files]
@@ -150,7 +151,8 @@ class Saving:
 
         def create() -> None:
             folders.extend(make_folders(files[0].path.parent))
-            remove_leftovers(files[0].path.parent, leftovers)
+            remove_leftovers(files[0].path.parent, own_names)
+            forget(path for path in files[0].path.parent.iterdir() if re.fullmatch(own_names, path.name))
             for file, name in pairs:
                 _create(file, name)
 
@@ -197,6 +199,13 @@ def remove(paths: Iterable[Path]) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+def forget(paths: Iterable[Path]) -> None:
+    """Frees the memory in which the system keeps old files, since new ones that replace them need as much."""
+    for path in paths if hasattr(os, "posix_fadvise") else ():
+        with contextlib.suppress(OSError), open_regular(path) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def make_folders(folder: Path) -> list[Path]:

@@ -17,6 +17,7 @@ from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.placement.checkpoints.commit import (
     Saving,
     error_of,
+    forget,
     make_folders,
     remove_folders,
     remove_leftover_folders,
@@ -104,6 +105,7 @@ def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
             folders.extend(make_folders(Path(folder).parent))
             remove_leftover_folders(Path(folder))
             _check_replaceable(Path(folder), saving.title)
+            forget(Path(folder).rglob("*"))
 
     def write() -> None:
         checkpointer = orbax.Checkpointer(orbax.PyTreeCheckpointHandler())
