@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from shardrules.analysis.compiling.compile import name_of
 from shardrules.analysis.machine.hardware import Hardware
-from shardrules.core.check import bytes_text
-from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, PlanError, printable
+from shardrules.core.errors import ConfigError, ConfigTypeError, PlanError, printable
 from shardrules.core.fields import read_bytes
 from shardrules.core.rule import ShardingRule
 from shardrules.core.tree import array_kind
@@ -139,6 +138,7 @@ def plan_training(
     step.check_optimizer(model, state)
     options = QueryOptions(memory_limit, pins, devices.hardware, Assumptions(), time_limit, False)
     problem = TrainingProblem(step, model, state, batch, devices, options, host_memory)
+    problem.check_possible()
     if microbatches is not None:
         problem.check_split(microbatches)
     search = TrainingSearch(problem, microbatches, stages, deadline, progress or (lambda text: None))
@@ -169,15 +169,10 @@ def _check_outcomes(search: TrainingSearch, name: str) -> None:
     """Raises an error if nothing was planned."""
     if search.smallest is not None:
         return
-    refusals = [outcome for outcome in search.free.values() if outcome.refusal]
-    refusals += [outcome for outcome in search.outcomes.values() if outcome.refusal]
+    refusals = [outcome for outcome in (*search.free.values(), *search.outcomes.values()) if outcome.refusal]
     texts = [each.refusal if each.mesh in each.refusal else f"{each.mesh}: {each.refusal}" for each in refusals]
     lines = list(dict.fromkeys(texts))
     cluster = search.problem.cluster.name
     if not lines:
         lines = [f"{search.stages} stages: {search.why_no_stages}"]
-    text = f"{name} cannot be trained on {cluster}: no mesh can be planned for:\n  " + "\n  ".join(lines)
-    needed = [outcome.peak_bytes for outcome in refusals if outcome.peak_bytes]
-    if needed:
-        raise DoesNotFitError(f"{text}\nEvery plan needs {bytes_text(min(needed))} or more", min(needed))
-    raise PlanError(text)
+    raise PlanError(f"{name} cannot be trained on {cluster}: no mesh can be planned for:\n  " + "\n  ".join(lines))

@@ -11,6 +11,7 @@ from shardrules.cli.rules import load_rules
 from shardrules.cli.step import add_step, load_step, read_hardware
 from shardrules.cli.subject import make_plan, read_mesh
 from shardrules.cli.terminal import complain_of, show, working
+from shardrules.core.finding import listing
 from shardrules.planning.answer.frontier import Frontier
 from shardrules.planning.answer.report import AutoPlanReport
 from shardrules.planning.autoplan import autoplan
@@ -85,6 +86,8 @@ def _run(args: argparse.Namespace) -> int:
         show(str(result))
         if report.frontier:
             show(f"\n{Frontier(report.name, report.mesh, report.frontier)}")
+        elif args.frontier:
+            show(listing(report.findings[len(result.findings) :]))
     return SUCCESS
 
 

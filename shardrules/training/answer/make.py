@@ -10,11 +10,10 @@ from jax.extend.core import jaxpr_as_fun
 
 from shardrules.analysis.compiling.compile import name_of
 from shardrules.analysis.compiling.model_flops import model_matmuls
-from shardrules.core.axes import mesh_sizes, mesh_text
+from shardrules.core.axes import mesh_text
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
-from shardrules.core.spec import shard_bytes
-from shardrules.planning.answer.findings import machine_findings, near_the_limit, program_findings
+from shardrules.planning.answer.findings import Remarks, machine_findings, near_the_limit, program_findings
 from shardrules.planning.answer.frontier import FrontierPoint
 from shardrules.planning.answer.plan import AutoPlan
 from shardrules.planning.run.replay import NEAR_RATIO
@@ -23,7 +22,7 @@ from shardrules.training.answer.prove import ProvedPlan, plans_to_prove, prove_o
 from shardrules.training.answer.report import Advice, TrainingCandidate, TrainingPlanReport
 from shardrules.training.answer.tokens import token_count
 from shardrules.training.keep.flat import flattened
-from shardrules.training.search.problem import Outcome, TrainingProblem, plan_once
+from shardrules.training.search.problem import Outcome, TrainingProblem, argument_bytes, plan_once
 from shardrules.training.search.search import TrainingSearch
 from shardrules.training.search.staged import search_again
 from shardrules.training.stages.run import is_stage_exchange
@@ -62,7 +61,11 @@ def training_plan(
     assert outcome is not None, "something was planned"
     planned = outcome.plan(problem)
     step = problem.step_of(outcome.recipe)
-    flops, peak = _model_flops(problem)
+    remarks = Remarks()
+    flops, peak = remarks.of("the FLOPs of the model", lambda: _model_flops(problem), (0, 0.0))
+    regions = remarks.of("how regions run", lambda: planned.regions, ())
+    advice = _advice(search, outcome, remarks)
+    findings = remarks.of("what else is worth knowing", lambda: tuple(_findings(search, outcome, planned, proofs)), ())
     report = TrainingPlanReport(
         name_of(problem.step.loss),
         problem.cluster.name,
@@ -76,7 +79,7 @@ def training_plan(
         planned.cost,
         problem.loss.batch_size,
         *problem.loss.split.example_arrays,
-        token_count(problem.loss),
+        remarks.of("the number of tokens", lambda: token_count(problem.loss), 0),
         flops,
         peak,
         outcome.peak_bytes,
@@ -85,12 +88,12 @@ def training_plan(
         _host_memory(planned, outcome),
         planned.host_traffic.exchanged_bytes,
         tuple(planned.sent_bytes.items()),
-        planned.split_dims,
-        tuple(use for use in planned.regions if outcome.recipe.stages == 1 or not is_stage_exchange(use.name)),
+        remarks.of("along which dims the plan splits", lambda: planned.split_dims, ()),
+        tuple(use for use in regions if outcome.recipe.stages == 1 or not is_stage_exchange(use.name)),
         tuple(_candidates(search, outcome)),
-        _frontier(search),
-        tuple(_advice(search, outcome)),
-        (*_findings(search, outcome, planned, proofs),),
+        remarks.of("what memory is worth", lambda: _frontier(search), ()),
+        advice,
+        (*findings, *remarks.findings),
         planned.plan,
         outcome.recipe.stages,
         "" if outcome.recipe.stages > 1 else search.why_no_stages,
@@ -121,13 +124,7 @@ def _scalar(jaxpr: Any) -> Any:
 
 def _memory(planned: AutoPlan, outcome: Outcome) -> tuple[tuple[str, int], ...]:
     """Returns the bytes of a device at the peak, by category."""
-    sizes = mesh_sizes(planned.mesh)
-    by_argument = [0] * len(planned.args)
-    call = planned.call
-    for array, spec, owner, is_on_host in zip(
-        call.structs, planned.specs, call.argument_indices, call.on_host, strict=True
-    ):
-        by_argument[owner] += 0 if is_on_host else shard_bytes(array.shape, array.dtype, spec, sizes)
+    by_argument = argument_bytes(planned)
     rest = max(0, outcome.peak_bytes - sum(by_argument))
     names = ("model", "optimizer state", "batch")
     return (*zip(names, by_argument, strict=True), ("activations, gradients and temporaries", rest))
@@ -226,40 +223,47 @@ _HELPS = 1.01
 """How many times the examples a second a change has to give to be shown: less is within what models are off by."""
 
 
-def _advice(search: TrainingSearch, chosen: Outcome) -> Iterator[Advice]:
-    """Yields what more memory, a larger batch and more devices would give, the best first: each is planned."""
-    problem, rows = search.problem, []
+def _advice(search: TrainingSearch, chosen: Outcome, remarks: Remarks) -> tuple[Advice, ...]:
+    """Returns what more memory, a larger batch and more devices would give, the best first: each is planned."""
+    problem = search.problem
     free = search.free.get(chosen.shape)
     examples = problem.loss.batch_size
     before = examples / chosen.seconds if chosen.seconds else math.inf
     others: list[tuple[str, Outcome, int]] = []
     if free is not None and not free.fits and free.result is not None and free.seconds < chosen.seconds:
         others.append(("memory for everything", free, examples))
-    for change, other in _changes(problem, chosen):
+    cluster = remarks.of("what more devices would give", problem.cluster.doubled, None)
+    changes = [(f"a batch of {2 * examples} examples", lambda: _of_larger_batch(problem))]
+    if cluster is not None:
+        changes.append((f"{cluster.count} devices", lambda: attrs.evolve(problem, cluster=cluster)))
+    for change, other in changes:
         if search.is_over:
             break
-        try:
-            outcome = plan_once(other, *_scaled(problem, other, chosen), search.limit_bytes, deadline=search.deadline)
-        except Exception:  # noqa: BLE001  a loss may be written for one number of examples
-            continue
-        if outcome.fits:
-            others.append((change, outcome, other.loss.batch_size))
-    for change, outcome, count in others:
-        rate = count / outcome.seconds if outcome.seconds else math.inf
-        if rate > before * _HELPS:
-            rows.append(Advice(change, outcome.seconds, rate, outcome.peak_bytes, rate / before))
-    yield from sorted(rows, key=lambda row: -row.gain)
+        # A loss may be written for one number of examples.
+        outcome = remarks.of(
+            f"what {change} would give", lambda other=other: _planned_as(search, other(), chosen), None
+        )
+        if outcome is not None and outcome.fits:
+            others.append((change, outcome, examples * (1 + (change == changes[0][0]))))
+    rates = [(change, outcome, count / outcome.seconds) for change, outcome, count in others if outcome.seconds]
+    rows = [
+        Advice(change, outcome.seconds, rate, outcome.peak_bytes, rate / before)
+        for change, outcome, rate in rates
+        if rate > before * _HELPS
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.gain))
 
 
-def _changes(problem: TrainingProblem, chosen: Outcome) -> Iterator[tuple[str, TrainingProblem]]:
-    """Yields other set-ups: twice the batch, and twice the devices."""
+def _of_larger_batch(problem: TrainingProblem) -> TrainingProblem:
+    """Returns the problem with twice the batch."""
     leaves = problem.loss.split
     step = attrs.evolve(problem.step, example_dims=leaves.named_example_dims)
-    examples = 2 * leaves.batch_size
-    yield f"a batch of {examples} examples", attrs.evolve(problem, step=step, batch=leaves.resized(examples))
-    cluster = problem.cluster.doubled()
-    if cluster is not None:
-        yield f"{cluster.count} devices", attrs.evolve(problem, cluster=cluster)
+    return attrs.evolve(problem, step=step, batch=leaves.resized(2 * leaves.batch_size))
+
+
+def _planned_as(search: TrainingSearch, other: TrainingProblem, chosen: Outcome) -> Outcome:
+    """Plans another set-up on the mesh and with the recipe of the plan."""
+    return plan_once(other, *_scaled(search.problem, other, chosen), search.limit_bytes, deadline=search.deadline)
 
 
 def _scaled(problem: TrainingProblem, other: TrainingProblem, chosen: Outcome) -> tuple[tuple[int, ...], Recipe]:
@@ -307,7 +311,7 @@ def _findings(
             "whole-batch",
             "microbatches would take less memory, and are none: " + " ".join(search.problem.split_refusal.split()),
         )
-    if search.is_late:
+    if search.is_late or search.is_cut:
         yield Finding(
             "warning",
             "time-is-up",
