@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.core.errors import ConfigError, DoesNotFitError, MicrobatchError, PlanError, TreeError
-from shardrules.reports import TrainingPlan, TrainingPlanReport
+from shardrules.planning.solve.trials import Trial
+from shardrules.reports import Frontier, TrainingPlan, TrainingPlanReport
 from shardrules.training.answer import make as answer
 from shardrules.training.search.staged import StageSearch
 from shardrules.training.step import TrainingStep
@@ -78,6 +79,25 @@ def test_reports_are_the_same_after_json(plan: TrainingPlan) -> None:
     assert str(report) == str(plan)
     assert "the plan" in str(plan)
     assert "examples/s" in str(plan)
+
+
+def test_the_frontier_says_what_memory_is_worth() -> None:
+    search = SimpleNamespace(free={}, columns={}, outcomes={})
+    sizes, seconds = (3, 1, 2, 4, 8), (0.1, 0.4, 0.45, 0.1, 0.05)
+    trials = tuple(map(lambda size, cost: Trial((), cost, size * 2**30), sizes, seconds))
+    search.outcomes[()] = SimpleNamespace(result=SimpleNamespace(candidates=trials), paired_bytes=0)
+    points = answer._frontier(search)  # type: ignore[arg-type]
+    assert [(point.limit_bytes, point.seconds) for point in points] == [(2**30, 0.4), (3 * 2**30, 0.1), (2**33, 0.05)]
+    assert [point.price for point in points] == [pytest.approx(0.15 / 2**30), pytest.approx(0.01 / 2**30), None]
+    first, second, last = str(Frontier("loss", "data:8", points)).splitlines()[-3:]
+    assert (first.split()[-2:], second.split()[-2:]) == (["150", "ms"], ["10", "ms"])
+    assert last.split() == ["8.0", "GiB", "50", "ms", "8.0", "GiB"]
+
+
+def test_frontiers_of_training_plans_have_prices(plan: TrainingPlan) -> None:
+    *points, last = plan.frontier.points
+    assert all(point.price is not None and point.price > 0 for point in points)
+    assert last.price is None
 
 
 def test_memory_by_category_is_the_peak(plan: TrainingPlan) -> None:

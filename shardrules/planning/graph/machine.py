@@ -162,7 +162,7 @@ def _host_count(sizes: Mapping[str, int], group_axes: Sequence[str], per_host: i
     Not every device is looked at: a cluster may have a billion.
     """
     count, stride, positions = 1, 1, [0]
-    for axis, size in reversed(sizes.items()):
+    for axis, size in reversed([*sizes.items()]):
         if axis in group_axes:
             # After so many steps along the axis, what lies on each host repeats on others.
             period = math.lcm(stride, per_host) // stride

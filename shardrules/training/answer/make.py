@@ -1,5 +1,6 @@
 """From a search to the plan: its figures, why other candidates lost, and what would help."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -202,18 +203,25 @@ def _reason(search: TrainingSearch, outcome: Outcome, chosen: Outcome) -> str:
 
 
 def _frontier(search: TrainingSearch) -> tuple[FrontierPoint, ...]:
-    """Returns the plans that no other beats in both time and memory, the smallest first."""
+    """Returns the plans that no other beats in both time and memory, the smallest first.
+
+    More memory is worth what the next of them saves. Beyond the last, nothing was planned.
+    """
     points = {
         (int(trial.peak_bytes) + outcome.paired_bytes, trial.cost)
         for outcome in (*search.outcomes.values(), *search.free.values(), *search.columns.values())
         if outcome.result is not None
         for trial in outcome.result.candidates
     }
-    front: list[FrontierPoint] = []
+    front: list[tuple[int, float]] = []
     for peak_bytes, seconds in sorted(points):
-        if not front or seconds < front[-1].seconds:
-            front.append(FrontierPoint(peak_bytes, seconds, peak_bytes, 0.0))
-    return tuple(front)
+        if not front or seconds < front[-1][1]:
+            front.append((peak_bytes, seconds))
+    slopes = [(slow - fast) / (large - small) for (small, slow), (large, fast) in itertools.pairwise(front)]
+    return tuple(
+        FrontierPoint(peak_bytes, seconds, peak_bytes, price)
+        for (peak_bytes, seconds), price in zip(front, [*slopes, None], strict=False)
+    )
 
 
 _SHOWN = 5e-4
@@ -237,7 +245,7 @@ def _advice(search: TrainingSearch, chosen: Outcome, remarks: Remarks) -> tuple[
     if cluster is not None:
         changes.append((f"{cluster.count} devices", lambda: attrs.evolve(problem, cluster=cluster)))
     for change, other in changes:
-        if search.is_over:
+        if not search.has_time:
             break
         # A loss may be written for one number of examples.
         outcome = remarks.of(

@@ -3,6 +3,7 @@
 import functools
 import math
 import time
+from collections.abc import Mapping
 from typing import Any, final
 
 import attrs
@@ -66,14 +67,11 @@ class TrainingProblem:
 
         The state may be on hosts, as far as they have room for it.
         """
-        mesh = self.cluster.mesh
-        sizes = prime_sizes(self.cluster.count) if mesh is None else mesh_sizes(mesh)
+        mesh, sizes, trees = self.cluster.mesh, self._finest_sizes, (self.model, self.state, self.batch)
         pins = None if mesh is None else self.options.pins  # of several meshes, each may have what pins name
-        trees = self.model, self.state, self.batch
         # What is cheap to know comes first: without pins, arguments are no larger than all arrays.
-        model_bytes, state_bytes, batch_bytes = (split_bytes(tree, sizes) for tree in trees)
-        least_bytes = model_bytes + batch_bytes + max(0, state_bytes - self.host_limit_bytes)
-        if pins is None and least_bytes <= self.limit_bytes:
+        state_bytes = split_bytes(self.state, sizes)
+        if pins is None and self.rest_bytes - min(state_bytes, self.host_limit_bytes) <= self.limit_bytes:
             return
         call = read_call(self.step_of(self.step.recipe), trees, self.mesh, name_of(self.step.loss))
         pinned = {} if mesh is None else pinned_specs(trees, pins, mesh)
@@ -89,10 +87,21 @@ class TrainingProblem:
             )
             raise DoesNotFitError(text, bound.nbytes)
 
+    @functools.cached_property
+    def rest_bytes(self) -> int:
+        """The bytes of model, state and batch on a device, each array split as finely as a mesh can."""
+        return split_bytes((self.model, self.state, self.batch), self._finest_sizes)
+
+    @property
+    def _finest_sizes(self) -> Mapping[str, int]:
+        """The axes of the only mesh, or of one that splits finer than any other."""
+        mesh = self.cluster.mesh
+        return prime_sizes(self.cluster.count) if mesh is None else mesh_sizes(mesh)
+
     def query(self, shape: Shape, recipe: Recipe, *, check: bool = False) -> Query:
         """Traces the step with a recipe, and builds the choices of its layouts on a mesh; `check` as `read_query`.
 
-        The last few are kept: what is planned without a limit of memory is often planned within it next.
+        What was read is kept, until it is forgotten: plans within a limit often follow such without.
         """
         key = shape, recipe
         query = self._queries.pop(key, None)
@@ -101,9 +110,13 @@ class TrainingProblem:
         elif check:
             query.check_possible()
         self._queries[key] = query
-        for other in [*self._queries][:-_KEPT_QUERIES]:
-            del self._queries[other]
         return query
+
+    def forget(self, best: "Outcome | None") -> None:
+        """Forgets queries, but for the last few and that of the best plan, for which it is read once."""
+        for key in [*self._queries][:-_KEPT_QUERIES]:
+            if best is None or key != (best.shape, best.recipe):
+                del self._queries[key]
 
     def _read_query(self, shape: Shape, recipe: Recipe, check: bool) -> Query:
         step = self.step_of(recipe)
@@ -256,7 +269,7 @@ class Outcome:
     """Over how many devices the batch is split."""
     planning_seconds: float = 0.0
     read_seconds: float = 0.0
-    """How long it took to trace the step and to read its layouts, as it does again for the answer."""
+    """How long it took to trace the step and to read its layouts."""
     argument_bytes: int = 0
     """What model, state and batch take of a device."""
     host_bytes: int = 0

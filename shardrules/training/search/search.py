@@ -4,9 +4,9 @@ On each mesh the step is first planned without a limit of memory, keeping what m
 recomputing more only add work, so that hardly anything on this mesh is faster. On the first mesh, what is likely to fit
 is planned next, so that there is a good plan early, and what follows has to be better. Meshes are searched in the order
 of their times, and one that cannot be better than the best plan so far is left. On a mesh, recipes are columns: so many
-microbatches, and from the top down less that the backward pass keeps. The first that fits is bisected for in each, since
-less kept is less memory. Then come the meshes next to the best, and last what the best plan might keep more or less.
-What is planned follows from earlier results, and from the clock only once the time is up.
+microbatches, and from the top down less that the backward pass keeps. The first that fits is bisected for in each,
+since less kept is less memory. Then come the meshes next to the best, and last what the best plan might keep more or
+less. What is planned follows from earlier results, and from the clock only once the time is up.
 """
 
 import math
@@ -18,6 +18,7 @@ import attrs
 from shardrules.analysis.costs.memory import host_seconds
 from shardrules.analysis.schedule.step_time import seconds_text
 from shardrules.planning.graph.host_moves import EXPOSED_ARGUMENTS
+from shardrules.planning.query import ANSWERING
 from shardrules.planning.solve.deadline import Deadline
 from shardrules.training.cluster import Shape
 from shardrules.training.search.problem import Outcome, TrainingProblem, plan_once
@@ -50,6 +51,10 @@ not searched to the end."""
 _HOST_PARTS = 3
 """How often the part of the state on hosts is halved or raised again, to eighths. Each more is one plan, for a part
 that takes half as long as the one before."""
+
+_MOST_EARLY = 16
+"""With how many microbatches at most the first plan is looked for that fits, chosen by hand: with more, recomputing is
+likely to take less time."""
 
 _SURE = 0.8
 """Which part of the time that recomputing is estimated to take counts where a recipe is left for it, chosen by hand: of
@@ -86,7 +91,7 @@ class TrainingSearch:
     """How many plans were made."""
     longest_seconds: float = 0.0
     answer_seconds: float = 0.0
-    """How long it takes to trace the step once more, for the answer."""
+    """How long it takes to answer, once the search is over."""
     is_cut: bool = False
     """Whether the time was up in the middle of a plan."""
     most_count: int = _MOST_PLANS
@@ -119,16 +124,18 @@ class TrainingSearch:
         self.offload_state()
 
     def fit_early(self, shape: Shape) -> None:
-        """Plans what is likely to fit on a mesh and to be hardly slower than the fastest: what follows has to be better.
+        """Plans what is likely to fit on a mesh, and to be hardly slower than the fastest: others have to be better.
 
         Memory of activations falls with the number of microbatches, and these cost little.
         """
         free = self.free[shape]
         if free.result is None or free.fits:
             return
-        rest_bytes = free.argument_bytes
+        activation_bytes = (free.peak_bytes - free.argument_bytes) * free.recipe.microbatches
         for microbatches in self.counts(free.batch_splits):
-            least_bytes = rest_bytes + (free.peak_bytes - rest_bytes) * free.recipe.microbatches / microbatches
+            if microbatches > _MOST_EARLY:
+                break
+            least_bytes = self.problem.rest_bytes + activation_bytes / microbatches
             is_likely = free.recipe.microbatches < microbatches and least_bytes <= self.limit_bytes
             if is_likely and self.fits(shape, microbatches, 1, self.first_keep(microbatches)):
                 break
@@ -192,7 +199,7 @@ class TrainingSearch:
 
         That a recipe does not fit may be certain before anything is planned: of such recipes, the one that needs least.
         """
-        if self.best is not None or self.is_over:
+        if self.best is not None or not self.has_time:
             return
         refused = [outcome for outcome in self.outcomes.values() if outcome.refusal and outcome.peak_bytes]
         planned = [outcome for outcome in self.outcomes.values() if outcome.result is not None]
@@ -211,9 +218,13 @@ class TrainingSearch:
     @property
     def is_over(self) -> bool:
         """Whether another plan would take longer than there is time for, or more plans were made than are worth it."""
-        if self.deadline.seconds_left <= self.longest_seconds + self.answer_seconds:
-            self.is_late = True
+        self.is_late |= not self.has_time
         return self.is_late or self.count >= self.most_count
+
+    @property
+    def has_time(self) -> bool:
+        """Whether there is time for another plan, and for the answer."""
+        return self.deadline.seconds_left > self.longest_seconds + self.answer_seconds
 
     def first_keep(self, microbatches: int) -> int:
         """Returns the index of what is fastest to keep: writing more to memory may take longer than to recompute it."""
@@ -243,9 +254,10 @@ class TrainingSearch:
         outcome = plan_once(self.problem, shape, recipe, self.limit_bytes, is_free, deadline, shrinks=shrinks)
         self.is_cut |= outcome.result is not None and outcome.result.is_late
         self.longest_seconds = max(self.longest_seconds, outcome.planning_seconds)
-        self.answer_seconds = max(self.answer_seconds, outcome.read_seconds)
+        self.answer_seconds = max(self.answer_seconds, ANSWERING * outcome.read_seconds)
         self.count += 1
         best = self.best
+        self.problem.forget(best)
         fastest = "" if best is None else f", best so far {best.seconds:.4g} s on {best.mesh}"
         self.progress(f"{self.count} plans{fastest}; {outcome.mesh}, {outcome.recipe}")
         return outcome
