@@ -37,7 +37,7 @@ _SAME_PEAK = 0.01
 than the model can tell apart; with much more, larger plans are taken than those that may fit once compiled."""
 
 
-ANSWERING = 0.2
+_ANSWERING = 0.2
 """How long it takes to end a search and to answer, as a part of the time that reading takes. With half of it, limits of
 a few times that are missed by more than a tenth; doubled, searches lose time that they have."""
 
@@ -82,7 +82,7 @@ class Query:
 
     def search(self, deadline: Deadline) -> SearchResult:
         """Finds the best choice that fits; where none is found, the cheapest hardly larger than the smallest."""
-        result = search_within(self.task, self.limit_bytes, deadline.earlier(ANSWERING * self.read_seconds))
+        result = search_within(self.task, self.limit_bytes, deadline.earlier(_ANSWERING * self.read_seconds))
         if result.fits or not result.met:
             return result
         peaks = {trial.choice: self.task.compiled_peak(trial.choice) for trial in result.met}

@@ -97,10 +97,11 @@ def plan_training(
 
     **Raises:**
 
-    `DoesNotFitError` if no plan can fit on any mesh; `PlanError` if pins or constraints suit no mesh, or if the
-    optimizer evaluates the loss again, as line searches do; `ConfigError` and `ConfigTypeError` for an argument that
-    cannot be used; `MicrobatchError` for a loss or a batch that cannot be split into the requested microbatches;
-    `TargetError` and `MeshError` for a cluster that does not exist.
+    `DoesNotFitError` if model, state and batch cannot be in memory on any mesh; `PlanError` if pins or constraints suit
+    no mesh, or if the optimizer evaluates the loss again, as line searches do; `ConfigError` and `ConfigTypeError` for
+    an argument that cannot be used; `MicrobatchError` for a loss or a batch that cannot be split into the requested
+    microbatches; `TargetError` and `MeshError` for a cluster that does not exist. Where no plan fits by the model, the
+    one with the least memory is returned, with the finding `may-not-fit`.
 
     ```python
     import optax
