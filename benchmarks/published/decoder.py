@@ -39,8 +39,6 @@ class Dims:
     vocab: int
     gated: bool = True
     family: Family = "llama"
-    parallel: bool = False
-    """Attention and MLP read the same normed input, and their results are added to it together."""
     experts: ExpertDims | None = None
     """Layers are of experts."""
 
@@ -59,7 +57,7 @@ def _layer_shapes(dims: Dims, recipe: Recipe, is_dense: bool = False) -> dict[st
         return expert_layer.shapes
     embed, heads, kv_heads, size, mlp = dims.embed, dims.heads, dims.kv_heads, dims.head_dim, dims.mlp
     column, row = P("fsdp", "tensor"), P("tensor", "fsdp")
-    norms = ("norm_attention",) if dims.parallel else ("norm_attention", "norm_mlp")
+    norms = ("norm_attention", "norm_mlp")
     shapes: dict[str, tuple[tuple[int, ...], P]] = {name: ((embed,), P()) for name in norms}
     if recipe.fused_qkv:
         shapes["qkv"] = ((embed, heads + 2 * kv_heads, size), column)
@@ -214,13 +212,11 @@ class Decoder:
         context = self._fence(attend(self.platform, self.recipe.blocks, *self._heads(whole, weights)))
         context = self._constrain(context, BATCH, None, "tensor")
         out = self._residual(checkpoint_name(self._dense("bshd,hde->bse", context, weights, "out"), "out_proj"))
-        if not self.dims.parallel:
-            x = self._fence(x + out)
-            normed = self._residual(self._norm(x, weights, "norm_mlp"))
+        x = self._fence(x + out)
+        normed = self._residual(self._norm(x, weights, "norm_mlp"))
         hidden = self._constrain(self._hidden(normed, weights), BATCH, None, "tensor")
         down = self._residual(checkpoint_name(self._dense("bsm,me->bse", hidden, weights, "down"), "mlpwo"))
-        added = down + out if self.dims.parallel else down
-        return self._residual(self._fence(x + added)), None
+        return self._residual(self._fence(x + down)), None
 
     def _layers(self, x: Any, weights: Any, is_dense: bool = False) -> Any:
         layer: Callable[..., Any] = functools.partial(self._layer, is_dense=is_dense)

@@ -52,7 +52,7 @@ def test_smoke_run_rebuilds_toys_and_keeps_their_programs(tmp_path: Path) -> Non
 
 
 def test_rows_that_cannot_be_rebuilt_are_all_listed(tmp_path: Path) -> None:
-    good = {"target": "tpu:v5e:16x16", "model": "16B", "mesh": "fsdp:256", "remat": "full"}
+    good = {"target": "tpu:v5e:16x16", "model": "Llama2-70B", "mesh": "fsdp:256", "remat": "full"}
     wrong = [
         {"model": "17B"},
         {"mesh": "fsdp:128"},
@@ -72,7 +72,7 @@ def test_rows_that_cannot_be_rebuilt_are_all_listed(tmp_path: Path) -> None:
     done = run("published_steps.py", "--rows", str(tmp_path / "rows.toml"))
     assert done.returncode == 2
     for text in (
-        "mine 0: unknown model '17B'; known are 16B, 32B",
+        "mine 0: unknown model '17B'; known are Llama2-7B, Llama2-13B",
         "mine 1: mesh {'data': 1, 'fsdp': 128, 'tensor': 1} has 128 devices, target tpu:v5e:16x16 256",
         "mine 2: mesh 'expert:256' has 'expert:256', which is not the size of one of data, fsdp, tensor",
         "mine 3: unknown remat 'some'; known are none, full, minimal",
@@ -134,7 +134,7 @@ def test_eager_kernels_have_the_gradients_of_what_they_compute(monkeypatch: pyte
 def test_published_rows_are_read() -> None:
     done = run("published_steps.py", "--row", "99")
     assert done.returncode == 2
-    assert "no row 99; the rows are 13; 17; 18, 2 slices" in done.stderr
+    assert "no row 99; the rows are 13; 40; 44; 45; 49, 512 GPUs" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -41,15 +41,15 @@ class ShardingAnalyzer:
     def _mesh_for(self, tree: Any) -> AnyMesh:
         return mesh_for(self.mesh, lambda: tree, "the analysis needs a mesh: pass ShardingAnalyzer(mesh)")
 
-    def validate_partition_specs(self, tree: Any, specs: Any) -> list[str]:
+    def validate_partition_specs(self, pytree: Any, partition_specs: Any) -> list[str]:
         """Returns a message for each problem, with path, shape and numbers; none when the specs are sound.
 
         Unsound specs are reported, never raised; so is a tree of specs with a different structure.
 
         **Arguments:**
 
-        - `tree`: any pytree of arrays or shapes.
-        - `specs`: a tree of the same structure with a PartitionSpec for each array.
+        - `pytree`: any pytree of arrays or shapes.
+        - `partition_specs`: a tree of the same structure with a PartitionSpec for each array.
 
         **Returns:**
 
@@ -65,16 +65,16 @@ class ShardingAnalyzer:
         assert issues[0].startswith("a: Array shape (8, 15) not divisible by mesh axis tp size 4")
         ```
         """
-        mesh = self._mesh_for(tree)
+        mesh = self._mesh_for(pytree)
         try:
-            pairs = pair_leaves(tree, specs, mesh)
+            pairs = pair_leaves(pytree, partition_specs, mesh)
         except TreeError as error:
             return [str(error)]
         return [
             printable(f"{leaf.path or 'the tree'}: {issue}") for leaf, spec in pairs for issue in _issues(leaf, spec)
         ]
 
-    def estimate_memory_usage(self, tree: Any, specs: Any) -> dict[str, int]:
+    def estimate_memory_usage(self, pytree: Any, partition_specs: Any) -> dict[str, int]:
         """Returns how many bytes the arrays take, in total and on one device.
 
         These are the bytes that XLA allocates for arguments: sub-byte types are packed, the largest shard counts where
@@ -82,8 +82,8 @@ class ShardingAnalyzer:
 
         **Arguments:**
 
-        - `tree`: any pytree of arrays or shapes.
-        - `specs`: a tree of the same structure with a PartitionSpec for each array.
+        - `pytree`: any pytree of arrays or shapes.
+        - `partition_specs`: a tree of the same structure with a PartitionSpec for each array.
 
         **Returns:**
 
@@ -97,7 +97,7 @@ class ShardingAnalyzer:
         ```
         """
         # Replicated arrays are whole on every device, so that all the rest of a device is shards.
-        report = self.analyze(tree, specs)
+        report = self.analyze(pytree, partition_specs)
         replicated_bytes = report.total_bytes - report.sharded_bytes
         return {
             "total_size": report.total_bytes,
@@ -203,7 +203,7 @@ def _issues(leaf: Leaf, spec: object) -> Iterator[str]:
         yield str(error)
 
 
-def analyze_sharding_strategy(tree: Any, specs: Any, mesh: AnyMesh | None = None) -> dict[str, Any]:
+def analyze_sharding_strategy(pytree: Any, partition_specs: Any, mesh: AnyMesh | None = None) -> dict[str, Any]:
     """Returns the figures of `ShardingAnalyzer.analyze` as a dictionary with eformer's keys.
 
     `balance_score` is 1 where devices are filled evenly, `partition_stats` has for each mesh axis its size and the
@@ -218,7 +218,7 @@ def analyze_sharding_strategy(tree: Any, specs: Any, mesh: AnyMesh | None = None
     assert (figures["total_parameters"], figures["sharded_parameters"], figures["memory_per_device"]) == (131, 128, 76)
     ```
     """
-    report = ShardingAnalyzer(mesh).analyze(tree, specs)
+    report = ShardingAnalyzer(mesh).analyze(pytree, partition_specs)
     return {
         "total_parameters": report.element_count,
         "sharded_parameters": report.sharded_element_count,

@@ -16,12 +16,12 @@ import jax.tree_util as jtu
 
 from shardrules.analysis.audits.memory import MEMORY_REMEDIES, MemoryUse, memory_use
 from shardrules.analysis.compiling.arguments import read_arguments
-from shardrules.analysis.compiling.compile import name_of
 from shardrules.analysis.compiling.request import CompileOptions, CompileRequest
 from shardrules.analysis.machine.targets import Target
 from shardrules.analysis.placed import mesh_for
 from shardrules.analysis.program.program import read_program
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
+from shardrules.core.callables import name_of
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, HardwareError, printable, suggest
 from shardrules.core.fields import integer, read_bytes

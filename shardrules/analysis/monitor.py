@@ -1,6 +1,5 @@
 """`create_monitored_function`: a function that also returns how long it took and what its argument takes in memory."""
 
-import functools
 import inspect
 import time
 import warnings
@@ -10,6 +9,7 @@ from typing import Any
 import jax
 
 from shardrules.analysis.analyzer import ShardingAnalyzer
+from shardrules.core.callables import update_wrapper
 from shardrules.core.errors import ConfigTypeError, ShardingWarning, ShardRulesError
 
 
@@ -33,7 +33,6 @@ def create_monitored_function(
     ```
     """
 
-    @functools.wraps(fn)
     def monitored(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         tree = _first_argument(fn, args, kwargs)
         problem, issues = _validate(tree, partition_specs, analyzer)
@@ -48,7 +47,7 @@ def create_monitored_function(
         seconds = time.perf_counter() - start
         return result, {"execution_time": seconds, "memory_usage": usage, "validation_issues": issues}
 
-    return monitored
+    return update_wrapper(monitored, fn)
 
 
 def _first_argument(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

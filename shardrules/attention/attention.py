@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from shardrules.attention.kernels import KERNELS, name_of, no_log_sum_exp
+from shardrules.attention.kernels import KERNELS, kernel_name, no_log_sum_exp
 from shardrules.attention.paired import as_kernel
 from shardrules.attention.shards import WAYS, head_repeats, uneven_heads
 from shardrules.core.axes import Axis, axis_argument, axis_tuple, mesh_sizes, mesh_text
@@ -125,8 +125,8 @@ class _Call:
                 problems.append(no_log_sum_exp(self.kernel, self.how))
             if self.how is None and self.causal and self._repeats is None:
                 problems.append(
-                    f"the kernel {name_of(self.kernel)} returns no log-sum-exp, so that only heads can be split, and "
-                    f"{self.q.shape[2]} cannot over the {self._devices} devices of {', '.join(names)}; pass "
+                    f"the kernel {kernel_name(self.kernel)} returns no log-sum-exp, so that only heads can be split, "
+                    f"and {self.q.shape[2]} cannot over the {self._devices} devices of {', '.join(names)}; pass "
                     "kernel=None or one that returns a log-sum-exp, or a smaller axis"
                 )
         if problems:

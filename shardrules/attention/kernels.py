@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from shardrules.core.callables import name_of
 from shardrules.core.errors import ConfigError, SplitError
 
 Kernel: TypeAlias = Callable[..., Any]
@@ -122,7 +123,7 @@ def call_kernel(
         elif log_sum_exp.dtype not in (jnp.float32, jnp.float64):
             problems.append(f"a log-sum-exp of {log_sum_exp.dtype}, too coarse to merge blocks by; return float32")
     if problems:
-        raise ConfigError(f"sharded_attention: the kernel {name_of(kernel)} returns {' and '.join(problems)}")
+        raise ConfigError(f"sharded_attention: the kernel {kernel_name(kernel)} returns {' and '.join(problems)}")
     if log_sum_exp is not None:
         out = jnp.where(log_sum_exp[..., None] <= MASKED, 0, out)  # NaN stays NaN
     return out, log_sum_exp
@@ -135,14 +136,14 @@ def require_log_sum_exp(kernel: Kernel, log_sum_exp: Any, how: str) -> None:
 
 def no_log_sum_exp(kernel: Kernel, how: str) -> str:
     return (
-        f"how={how!r} merges blocks of keys, and the kernel {name_of(kernel)} returns no log-sum-exp to do that by. "
-        'Return (output, log_sum_exp) from it, or pass how="all_to_all" or kernel=None'
+        f"how={how!r} merges blocks of keys, and the kernel {kernel_name(kernel)} returns no log-sum-exp to do that "
+        'by. Return (output, log_sum_exp) from it, or pass how="all_to_all" or kernel=None'
     )
 
 
-def name_of(kernel: Kernel) -> str:
+def kernel_name(kernel: Kernel) -> str:
     names = [f'"{name}"' for name, function in KERNELS.items() if function is kernel]
-    return names[0] if names else getattr(kernel, "__name__", repr(kernel)[:60])
+    return names[0] if names else name_of(kernel)
 
 
 def _described(array: Any) -> str:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from shardrules.attention.kernels import KERNELS, MASKED, Kernel, plain_kernel
+from shardrules.core.callables import name_of
 from shardrules.core.errors import ConfigTypeError
 
 
@@ -22,7 +23,7 @@ class PairedKernel:
 
     @property
     def __name__(self) -> str:
-        return getattr(self.attend_with_log_sum_exp, "__name__", "pair")
+        return name_of(self.attend_with_log_sum_exp)
 
     def __call__(self, q: Any, k: Any, v: Any, *, is_causal: bool, q_segment_ids: Any, kv_segment_ids: Any) -> Any:
         return _attend(self, is_causal, q, k, v, q_segment_ids, kv_segment_ids)

@@ -104,8 +104,8 @@ class UnknownAxisError(ShardRulesError, ValueError, KeyError):
 
 
 @final
-class NoMeshError(ShardRulesError, ValueError):
-    """A mesh is needed, and neither the rule, nor the call, nor the context has one."""
+class NoMeshError(ShardRulesError, ValueError, AssertionError):
+    """A mesh is needed, and neither the rule, nor the call, nor the context has one; eformer asserts that there is."""
 
 
 @final

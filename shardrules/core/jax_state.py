@@ -9,6 +9,7 @@
 - The context of an equation, with the mesh that was in force, can be read but not made.
 - A primitive that lowers to `custom_partitioning` has to be listed among those that need devices for it.
 - What a partitioner says about an array is decoded by `custom_partitioning`, which cannot say what it cannot decode.
+- A program may put our functions into the place of JAX's own, whose public names then lead back to ours.
 """
 
 from collections.abc import Hashable
@@ -17,6 +18,11 @@ from typing import Any
 
 import jax
 from jax._src import config, core, dispatch, distributed, mesh, sharding_impls, source_info_util, xla_bridge
+from jax._src.api import device_put as device_put
+from jax._src.api import jit as jit
+from jax._src.pjit import reshard as reshard
+from jax._src.pjit import with_sharding_constraint as with_sharding_constraint
+from jax._src.shard_map import shard_map as shard_map
 
 
 def legacy_mesh() -> jax.sharding.Mesh | None:

@@ -316,12 +316,15 @@ def reshard_with_intermediate_sharding_generic(
     *,
     jax_array_reshard_fn: Callable[..., Sequence[jax.Array]],
     donate: bool = False,
+    may_alias: bool | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Moves arrays as `reshard_with_intermediate_sharding` does, and sends the parts by a function of your own.
 
-    It is called as `jax_array_reshard_fn(arrays, shardings, donate=...)` for arrays on the same devices, and returns
-    them in those shardings; `MeshError` if it does not. With `donate=True` nothing else holds these arrays, and it may
-    delete them: so it is for what was gathered, whether `x` is donated or not.
+    It is called as `jax_array_reshard_fn(arrays, shardings, donate=..., **kwargs)` for arrays on the same devices, and
+    returns them in those shardings; `MeshError` if it does not. With `donate=True` nothing else holds these arrays, and
+    it may delete them: so it is for what was gathered, whether `x` is donated or not. With `may_alias=False` an array
+    that it returns in the memory of one it was given, which is still needed, is copied.
 
     ```python
     from shardrules.presets.pathways import reshard_with_intermediate_sharding_generic
@@ -340,14 +343,21 @@ def reshard_with_intermediate_sharding_generic(
     def send(arrays: list[jax.Array], shardings: list[Sharding], *, donate: bool) -> list[jax.Array]:
         # Before the function may delete them.
         shapes = [array.shape for array in arrays]
-        moved = list(jax_array_reshard_fn(arrays, shardings, donate=donate))
+        needed = arrays if may_alias is False and not donate else []
+        needed_buffers = dict.fromkeys(name for array in needed for name in buffers_of(array))
+        moved = list(jax_array_reshard_fn(arrays, shardings, donate=donate, **kwargs))
         for shape, sharding, new in zip(shapes, shardings, moved, strict=True):
             if new.shape != shape or not new.sharding.is_equivalent_to(sharding, new.ndim):
                 raise MeshError(
                     f"jax_array_reshard_fn must return {shape} in {sharding}, but returned {new.shape} in "
                     f"{new.sharding}"
                 )
-        return moved
+        return [
+            jax.device_put(new, new.sharding, may_alias=False)
+            if any(name in needed_buffers for name in buffers_of(new))
+            else new
+            for new in moved
+        ]
 
     caller = "reshard_with_intermediate_sharding_generic"
     return _reshard(x, in_sharding, out_sharding, donate, send, caller, lambda _: None)

@@ -37,8 +37,8 @@ from shardrules.rules.how import How
 
 
 def reshard(
-    tree: Any,
-    how: How,
+    x: Any,
+    sharding: How,
     mesh: AnyMesh | None = None,
     *,
     donate: bool = False,
@@ -54,11 +54,11 @@ def reshard(
 
     **Arguments:**
 
-    - `tree`: a pytree of arrays and numbers, on devices or on the host. Where a sharding covers them, numbers become
+    - `x`: a pytree of arrays and numbers, on devices or on the host. Where a sharding covers them, numbers become
         arrays; `True` and `False` are flags, and stay. Under a rule or a plan all numbers stay. Weak types become
         strong.
-    - `how`: as in `filter_shard`: a sharding, a rule, a plan, a tree or prefix of specs and shardings, a device, or a
-        function from the tree to one of those.
+    - `sharding`: what `how` is in `filter_shard`: a sharding, a rule, a plan, a tree or prefix of specs and shardings,
+        a device, or a function from the tree to one of those.
     - `mesh`: the mesh for rules, plans and specs; by default the plan's own, or the mesh in force.
     - `donate`: free each array as soon as it has moved. An array that stays in place is kept, and so is one that shares
         memory with another that is still needed.
@@ -89,10 +89,10 @@ def reshard(
     ```
     """
     if under_trace():
-        arrays, how, _ = read_how(tree, how, mesh, "reshard")
-        return filter_shard(arrays, how, mesh)
+        arrays, sharding, _ = read_how(x, sharding, mesh, "reshard")
+        return filter_shard(arrays, sharding, mesh)
     options = MoveOptions(donate, may_alias, cache_resharding_plans, max_bytes_in_flight)
-    return move_tree(prepare(tree, how, options, mesh=mesh, caller="reshard"))
+    return move_tree(prepare(x, sharding, options, mesh=mesh, caller="reshard"))
 
 
 def move_tree(prepared: Prepared) -> Any:

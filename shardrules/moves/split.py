@@ -40,15 +40,18 @@ _NAMED_IDS = 8
 
 
 def split_by_mesh_axis(
-    arrays: Any, mesh_axis: str, indices_or_sections: int | Sequence[int] | None = None, donate: bool = False
+    arrays: Any,
+    mesh_axis: str,
+    mesh_axis_indices_or_sections: int | Sequence[int] | None = None,
+    donate: bool = False,
 ) -> list[Any]:
     """Cuts the mesh of `arrays` into parts along `mesh_axis`, and returns a tree for each part, with its shards.
 
-    `indices_or_sections` is `None` for a part for each index of the axis, a number of equal parts, or a list of indices
-    to cut before. A dimension that is split over the axis becomes shorter; other arrays keep their shapes. Where
-    several axes split it, and `mesh_axis` is not the most major of them, a part is not a slice of the array: it is the
-    shards of the part's devices, one after the other. The axes, their types, specs and kinds of memory stay, and weak
-    types become strong. Nothing is sent, and each process touches only its own shards. Parts share shards with
+    `mesh_axis_indices_or_sections` is `None` for a part for each index of the axis, a number of equal parts, or a list
+    of indices to cut before. A dimension that is split over the axis becomes shorter; other arrays keep their shapes.
+    Where several axes split it, and `mesh_axis` is not the most major of them, a part is not a slice of the array: it
+    is the shards of the part's devices, one after the other. The axes, their types, specs and kinds of memory stay, and
+    weak types become strong. Nothing is sent, and each process touches only its own shards. Parts share shards with
     `arrays`: deleting one, or donating it to a `jit`, takes them from both. So `donate` deletes nothing: there is
     nothing to free.
 
@@ -69,7 +72,7 @@ def split_by_mesh_axis(
     mesh, problems = _common_mesh(values)
     findings = _axis_findings(mesh, mesh_axis) if values else [_EMPTY]
     size = None if mesh is None or findings else mesh.shape[mesh_axis]
-    bounds, why = _bounds(indices_or_sections, size)
+    bounds, why = _bounds(mesh_axis_indices_or_sections, size)
     if why:
         remedy = (
             "None makes a part of each index, a number that many equal parts, a list cuts before each of its indices"
@@ -87,14 +90,14 @@ def split_by_mesh_axis(
     return [treedef.unflatten([array_parts[index] for array_parts in parts]) for index in range(len(meshes))]
 
 
-def concatenate_by_mesh_axis(trees: Sequence[Any], mesh_axis: str, donate: bool = False) -> Any:
+def concatenate_by_mesh_axis(array_trees: Sequence[Any], mesh_axis: str, donate: bool = False) -> Any:
     """Joins meshes along one axis, and the arrays on them: the inverse of `split_by_mesh_axis`.
 
-    `trees` is a list of pytrees of one structure; their meshes differ only in the size of `mesh_axis`, and share no
-    devices. An array that is split over the axis is joined shard after shard, in the order of `trees`; it may be longer
-    in one tree than in another if the shards have one shape. Of an array that is not, each tree has a copy: that these
-    are equal is the caller's promise, since no values are read. The result shares its shards with `trees`, so `donate`
-    deletes nothing.
+    `array_trees` is a list of pytrees of one structure; their meshes differ only in the size of `mesh_axis`, and share
+    no devices. An array that is split over the axis is joined shard after shard, in the order of `array_trees`; it may
+    be longer in one tree than in another if the shards have one shape. Of an array that is not, each tree has a copy:
+    that these are equal is the caller's promise, since no values are read. The result shares its shards with
+    `array_trees`, so `donate` deletes nothing.
 
     Raises `UnknownAxisError`, `MeshError` for meshes that cannot be joined, `TreeError` for trees and arrays that
     cannot: the first of these that applies, with everything that is wrong. Paths begin with the index of the tree.
@@ -107,9 +110,11 @@ def concatenate_by_mesh_axis(trees: Sequence[Any], mesh_axis: str, donate: bool 
     assert joined.sharding == x.sharding and joined.tolist() == x.tolist()
     ```
     """
-    if not isinstance(trees, Sequence) or not trees:
-        raise ConfigTypeError(f"concatenate_by_mesh_axis: trees must be a list or tuple of pytrees, got {trees!r:.80}")
-    parts = list(trees)
+    if not isinstance(array_trees, Sequence) or not array_trees:
+        raise ConfigTypeError(
+            f"concatenate_by_mesh_axis: trees must be a list or tuple of pytrees, got {array_trees!r:.80}"
+        )
+    parts = list(array_trees)
     flat = [jax.tree.flatten(tree) for tree in parts]
     starts = list(itertools.accumulate((len(values) for values, _ in flat), initial=0))
     meshes: list[Mesh] = []

@@ -30,7 +30,7 @@ from shardrules.core.errors import (
 )
 from shardrules.core.fields import one_of
 from shardrules.core.finding import Finding, shape_text
-from shardrules.core.jax_state import under_trace
+from shardrules.core.jax_state import device_put, under_trace
 from shardrules.core.spec import UNCONSTRAINED, axis_names, divisible_prefix, entries, make_spec, spec_repr
 from shardrules.core.tree import leaf_paths, spread
 from shardrules.placement.traced import axis_types, constrain_traced, fill_unconstrained, host_memory
@@ -47,7 +47,7 @@ Indivisible: TypeAlias = Literal["error", "drop"]
 
 
 def with_sharding_constraint(
-    x: Any, sharding: Any, missing: Missing = "skip", indivisible: Indivisible = "error"
+    arr: Any, sharding: Any, missing: Missing = "skip", indivisible: Indivisible = "error"
 ) -> Any:
     """Constrains how arrays are sharded: inside `jit` a constraint, outside of it a placement.
 
@@ -57,7 +57,8 @@ def with_sharding_constraint(
 
     **Arguments:**
 
-    - `x`: an array, or a pytree of them. numpy arrays are placed; leaves that are not arrays are returned as they are.
+    - `arr`: an array, or a pytree of them. numpy arrays are placed; leaves that are not arrays are returned as they
+        are.
     - `sharding`: a PartitionSpec on the mesh in force, or a sharding; or a tree or prefix of them. `P()` means that
         every device holds the whole; a dimension that is `P.UNCONSTRAINED` is left to the compiler, or as it is.
     - `missing`: what to do about axes that the mesh lacks, or that are Manual here (inside `shard_map`): `"skip"`
@@ -67,7 +68,7 @@ def with_sharding_constraint(
 
     **Returns:**
 
-    `x`, constrained.
+    `arr`, constrained.
 
     **Raises:**
 
@@ -85,7 +86,7 @@ def with_sharding_constraint(
         assert double(jnp.ones((8, 8))).sharding.spec == P("data", "model")
     ```
     """
-    return _constrain(x, sharding, _as_missing(missing), _as_indivisible(indivisible), "with_sharding_constraint")
+    return _constrain(arr, sharding, _as_missing(missing), _as_indivisible(indivisible), "with_sharding_constraint")
 
 
 _as_missing = one_of("missing", "skip", "drop", "error")
@@ -162,7 +163,7 @@ class _Constraint:
 
 def _constrained(value: Any, constraint: _Constraint | Sharding) -> Any:
     if isinstance(constraint, Sharding):
-        return jax.device_put(value, constraint)
+        return device_put(value, constraint)
     return constrain_traced(jax.numpy.asarray(value), constraint.mesh, constraint.spec, constraint.memory)
 
 

@@ -1,7 +1,6 @@
 """`filter_init`: a model computed in its shards, so that no device ever holds more than its part of it."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, final
 
@@ -22,6 +21,7 @@ from shardrules.core.boxes import (
     variable_types,
     write_variables,
 )
+from shardrules.core.callables import update_wrapper
 from shardrules.core.context import current_mesh, trace_mesh
 from shardrules.core.jax_state import trace_key, under_trace
 from shardrules.core.keys import is_key
@@ -108,7 +108,7 @@ def filter_init(make: Callable[..., Any], how: How, mesh: AnyMesh | None = None)
         write_variables((args, kwargs), writes, _placed_as)
         return tree
 
-    return functools.update_wrapper(init, make, updated=())
+    return update_wrapper(init, make)
 
 
 @final

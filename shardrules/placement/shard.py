@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import ConfigTypeError
-from shardrules.core.jax_state import under_trace
+from shardrules.core.jax_state import device_put, under_trace
 from shardrules.placement.destination import not_placeable, resolve_destination
 from shardrules.placement.source import ArraySource
 from shardrules.placement.traced import constrain_traced, host_memory
@@ -57,7 +56,7 @@ def filter_shard(tree: Any, how: How, mesh: AnyMesh | None = None) -> Any:
     constrained = [
         constrain_traced(jnp.asarray(x), sharding.mesh, sharding.spec, host_memory(sharding))
         if isinstance(sharding, NamedSharding)
-        else jax.device_put(x, sharding)
+        else device_put(x, sharding)
         for x, sharding in zip(arrays, shardings, strict=True)
     ]
     return destination.with_arrays(constrained)

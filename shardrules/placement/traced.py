@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from shardrules.core.axes import AnyMesh, mesh_text
 from shardrules.core.errors import MeshError, SpecError
+from shardrules.core.jax_state import device_put, reshard, with_sharding_constraint
 from shardrules.core.spec import UNCONSTRAINED, axis_names, entries, make_spec, spec_repr
 
 
@@ -55,12 +56,12 @@ def constrain_traced(x: Any, mesh: AnyMesh, spec: PartitionSpec, memory: str | N
         # It does not know UNCONSTRAINED either.
         current = jax.typeof(x).sharding.spec
         on_explicit = fill_unconstrained(make_spec(_restricted(spec_entries, explicit)), current, x.ndim)
-        x = jax.sharding.reshard(x, NamedSharding(shape, on_explicit))
+        x = reshard(x, NamedSharding(shape, on_explicit))
     if auto:
         on_auto = make_spec(_restricted(spec_entries, auto))
-        x = jax.lax.with_sharding_constraint(x, NamedSharding(local_mesh, on_auto))
+        x = with_sharding_constraint(x, NamedSharding(local_mesh, on_auto))
     if memory is not None:
-        x = jax.device_put(x, jax.memory.Space.Host if memory.endswith("host") else jax.memory.Space.Device)
+        x = device_put(x, jax.memory.Space.Host if memory.endswith("host") else jax.memory.Space.Device)
     return x
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from shardrules.core.errors import MeshError
-from shardrules.core.jax_state import under_trace
+from shardrules.core.jax_state import device_put, jit, under_trace
 from shardrules.core.keys import is_key
 from shardrules.core.spec import device_dtype
 from shardrules.placement.source import ArraySource, Index
@@ -50,7 +50,7 @@ def put(values: Sequence[Any], shardings: Sequence[Sharding]) -> list[Any]:
         else:
             result[index] = _put_addressable(value, sharding)
     # One batch for all: a transfer per array costs seconds where there are hundreds.
-    for indices, move in ((local_indices, jax.device_put), (spanning_indices, _move_together)):
+    for indices, move in ((local_indices, device_put), (spanning_indices, _move_together)):
         if indices:
             moved = move([values[index] for index in indices], [shardings[index] for index in indices])
             for index, array in zip(indices, moved, strict=True):
@@ -145,7 +145,7 @@ def _move_together(values: list[jax.Array], shardings: list[Sharding]) -> list[j
                 f"{len(sharding.device_set)} of the destination. Gather it first: "
                 "filter_shard(filter_gather(tree), how, mesh)"
             )
-    return jax.jit(lambda arrays: arrays, out_shardings=shardings)(values)
+    return jit(lambda arrays: arrays, out_shardings=shardings)(values)
 
 
 def _read_source(source: ArraySource, sharding: Sharding, pending: _Pending) -> jax.Array:
@@ -176,7 +176,7 @@ def _read_by_shards(source: ArraySource, sharding: Sharding, pending: _Pending) 
     for slices, devices in shard_devices.values():
         shard = source.part(slices)
         targets = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
-        copies = jax.device_put([shard] * len(devices), targets)
+        copies = device_put([shard] * len(devices), targets)
         shards += copies
         pending.add(copies, shard.nbytes)
     dtype = device_dtype(source.dtype)  # a process may hold no shard to infer it from

@@ -8,9 +8,9 @@ import attrs
 import jax.tree_util as jtu
 from jax.sharding import Mesh, PartitionSpec
 
-from shardrules.analysis.compiling.compile import name_of
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
+from shardrules.core.callables import name_of
 from shardrules.core.errors import ConfigError, DoesNotFitError, RuleTypeError
 from shardrules.core.fields import read_bytes
 from shardrules.core.finding import Finding, plan_error

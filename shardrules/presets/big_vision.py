@@ -166,7 +166,7 @@ def tree_filter(tree: Any, mask: Any) -> Any:
     return {key: tree_filter(subtree, mask[key]) for key, subtree in tree.items() if mask[key] is not False}
 
 
-def parse_name(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+def parse_name(string_to_parse: str) -> tuple[str, list[Any], dict[str, Any]]:
     """Returns the name and the literal arguments of `"name"` or `"name(1, key='value')"`; a name may have dots.
 
     ```python
@@ -176,16 +176,16 @@ def parse_name(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     ```
     """
     try:
-        node = ast.parse(text.strip(), mode="eval").body
+        node = ast.parse(string_to_parse.strip(), mode="eval").body
     except SyntaxError as error:
-        raise ConfigError(f"{text!r} is not a name with literal arguments") from error
+        raise ConfigError(f"{string_to_parse!r} is not a name with literal arguments") from error
     name = node.func if isinstance(node, ast.Call) else node
     dotted = ast.unparse(name)
     if not isinstance(name, ast.Attribute) or not all(part.isidentifier() for part in dotted.split(".")):
-        return parse_call(node, text)
+        return parse_call(node, string_to_parse)
     # `parse_call` does not take dotted names, so it reads the arguments under a placeholder.
     placeholder = ast.Name("name")
     _, args, kwargs = parse_call(
-        ast.Call(placeholder, node.args, node.keywords) if isinstance(node, ast.Call) else placeholder, text
+        ast.Call(placeholder, node.args, node.keywords) if isinstance(node, ast.Call) else placeholder, string_to_parse
     )
     return dotted, args, kwargs

@@ -194,7 +194,7 @@ def _checked_spec(pattern: str, spec: Any) -> PartitionSpec:
 
 
 def create_pattern_based_partition_spec(
-    text: str, mesh: AnyMesh | None = None, default_spec: PartitionSpec | None = None
+    pattern: str, mesh: AnyMesh | None = None, default_spec: PartitionSpec | None = None
 ) -> Callable[[str, Any], PartitionSpec]:
     """Returns the function from name and array to spec that a line of text describes.
 
@@ -215,24 +215,24 @@ def create_pattern_based_partition_spec(
     del mesh
     caller = "create_pattern_based_partition_spec"
     compiled: list[tuple[re.Pattern[str], PartitionSpec]] = []
-    for rule in text.split(","):
+    for rule in pattern.split(","):
         patterns, arrow, dims = rule.strip().partition("->")
         entries = tuple(
             () if dim.strip() == "None" else tuple(name.strip() for name in dim.split("+")) for dim in dims.split(".")
         )
-        parts = [*(pattern.strip() for pattern in patterns.split("|")), *(name for entry in entries for name in entry)]
+        parts = [*(part.strip() for part in patterns.split("|")), *(name for entry in entries for name in entry)]
         if not arrow or not all(parts):
             raise PatternError(
-                f"{rule.strip()!r} in {text!r} is not pattern->axis with no part empty; write for instance "
+                f"{rule.strip()!r} in {pattern!r} is not pattern->axis with no part empty; write for instance "
                 "'attention|mlp->data,w->model'"
             )
         spec = make_spec(entries)
-        compiled += [(compile_pattern(pattern.strip(), caller), spec) for pattern in patterns.split("|")]
+        compiled += [(compile_pattern(part.strip(), caller), spec) for part in patterns.split("|")]
     default = PartitionSpec() if default_spec is None else default_spec
 
     def spec_for(name: str, array: Any) -> PartitionSpec:
         del array
-        return next((spec for pattern, spec in compiled if guarded(pattern, "search", [name], caller)(name)), default)
+        return next((spec for regex, spec in compiled if guarded(regex, "search", [name], caller)(name)), default)
 
     return spec_for
 

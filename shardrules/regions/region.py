@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from shardrules.core.callables import name_of
 from shardrules.core.errors import ConfigError, ConfigTypeError
 from shardrules.regions.declaration import Axes, Declaration
 from shardrules.regions.derivative import differentiable
@@ -216,7 +217,7 @@ class RegionFunction:
         """For people: the name of the function, or of all alternatives."""
         if self.regions:
             return " or ".join(region.name for region in self.regions)
-        return getattr(self.fn, "__name__", type(self.fn).__name__)
+        return name_of(self.fn)
 
     def _run_with(self, options: dict[str, Any]) -> Callable[..., list[Any]]:
         def run(exchange: Axes, *operands: Any) -> list[Any]:

@@ -54,7 +54,7 @@ class ShapeBasedShardingRule(LeavesShardingRule):
 
     **Arguments:**
 
-    - `patterns`: from shape to spec, in order. `None` matches any size; ranks must be equal.
+    - `shape_patterns`: from shape to spec, in order. `None` matches any size; ranks must be equal.
 
     ```python
     rule = sr.ShapeBasedShardingRule({(None, 1024): P("model", None)})
@@ -62,7 +62,7 @@ class ShapeBasedShardingRule(LeavesShardingRule):
     ```
     """
 
-    patterns: tuple[tuple[ShapePattern, PartitionSpec], ...] = attrs.field(
+    shape_patterns: tuple[tuple[ShapePattern, PartitionSpec], ...] = attrs.field(
         converter=_as_patterns, repr=spec_code, eq=spec_key
     )
     reads_index = "no"
@@ -73,20 +73,20 @@ class ShapeBasedShardingRule(LeavesShardingRule):
         won: dict[int, None] = {}
         decisions: list[Decision] = []
         for leaf in leaves.items:
-            matches = (index for index, (pattern, _) in enumerate(self.patterns) if _matches(pattern, leaf.shape))
+            matches = (index for index, (pattern, _) in enumerate(self.shape_patterns) if _matches(pattern, leaf.shape))
             pattern_index = next(matches, None)
             if pattern_index is None:
                 decisions.append(leaf.skip("no shape pattern matches"))
                 continue
             won[pattern_index] = None
-            pattern, spec = self.patterns[pattern_index]
+            pattern, spec = self.shape_patterns[pattern_index]
             decisions.append(leaf.try_refine(spec, f"shape matches {pattern}"))
         # The engine drops those that win a leaf elsewhere, where an equal rule decides other leaves of the tree.
-        idle = [index for index in range(len(self.patterns)) if index not in won]
+        idle = [index for index in range(len(self.shape_patterns)) if index not in won]
         return Verdict(tuple(decisions), idle=tuple((index, self._idle_finding(index, leaves)) for index in idle))
 
     def _idle_finding(self, pattern_index: int, leaves: Leaves) -> Finding:
-        pattern = self.patterns[pattern_index][0]
+        pattern = self.shape_patterns[pattern_index][0]
         # It matches something, so an earlier pattern must have won all of that.
         if any(_matches(pattern, leaf.shape) for leaf in leaves.items):
             return Finding(

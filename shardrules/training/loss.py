@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.extend.core import ClosedJaxpr
 
-from shardrules.analysis.compiling.compile import name_of
 from shardrules.core.boxes import ArgumentVariables, shared_leaves
+from shardrules.core.callables import name_of
 from shardrules.core.errors import ConfigError, ConfigTypeError, TreeError, printable
 from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.planning.run.call import struct

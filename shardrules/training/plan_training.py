@@ -7,8 +7,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from shardrules.analysis.compiling.compile import name_of
 from shardrules.analysis.machine.hardware import Hardware
+from shardrules.core.callables import name_of
 from shardrules.core.errors import ConfigError, ConfigTypeError, PlanError, printable
 from shardrules.core.fields import read_bytes
 from shardrules.core.rule import ShardingRule

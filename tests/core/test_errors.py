@@ -2,6 +2,7 @@
 
 import pickle
 
+import jax
 import pytest
 
 import shardrules as sr
@@ -38,3 +39,17 @@ def test_errors_pickle(name: str) -> None:
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_print_their_message(name: str) -> None:
     assert ("the axis does not divide" if name in ARGUMENTS else "it does not fit: 3 of 4") in str(build(name))
+
+
+def test_a_missing_mesh_is_a_failed_assertion_too() -> None:
+    # eformer asserts that a mesh is in force, and code around it expects that.
+    for call in (
+        lambda: sr.meshes.get_incontext_mesh(),
+        lambda: sr.meshes.get_mesh_axis_names(),
+        lambda: sr.meshes.get_axes_size_in_mesh("dp"),
+        lambda: sr.presets.eformer.make_shard_and_gather_fns({"w": jax.P("dp")}),
+        lambda: sr.with_sharding_constraint(jax.numpy.ones(8), jax.P("dp")),
+        lambda: sr.presets.eformer.analyze_sharding_strategy({"w": jax.numpy.ones(8)}, {"w": jax.P("dp")}),
+    ):
+        with pytest.raises(AssertionError, match="mesh"):
+            call()

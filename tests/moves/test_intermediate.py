@@ -25,6 +25,7 @@ from shardrules.core.errors import (
 )
 from shardrules.mesh.creation import create_mesh
 from shardrules.mesh.shape import mesh_shape
+from shardrules.moves.bits import buffers_of
 from shardrules.moves.intermediate import (
     find_intermediate_sharding,
     reshard_with_intermediate_sharding,
@@ -71,6 +72,7 @@ def printed_lines(ended: Ended) -> list[str]:
 PRINT_RESULTS = """
 import json, math
 from jax.sharding import Mesh
+from shardrules.moves.bits import buffers_of
 from shardrules.moves.intermediate import *
 
 def placed(sizes, spec, first):
@@ -690,6 +692,28 @@ def test_transfers_get_the_first_copy_to_donate() -> None:
     assert got == [(axes, [0, 1, 4, 5], True)]
     assert moved["w"].sharding == target
     np.testing.assert_array_equal(moved["w"], x)
+
+
+@pytest.mark.parametrize("may_alias", [None, True, False])
+@pytest.mark.parametrize("goes_directly", [False, True])
+def test_results_share_memory_with_arguments_unless_told_not_to(goes_directly: bool, may_alias: bool | None) -> None:
+    source = placed("fsdp:8", "fsdp")
+    target = source if goes_directly else other_names("tp:4", None, "tp")
+    x = jax.device_put(np.arange(64).reshape(8, 8), source)
+    told: list[Any] = []
+
+    def send(arrays: list[jax.Array], shardings: list[Sharding], *, donate: bool, **kwargs: Any) -> list[jax.Array]:
+        told.append(kwargs)
+        return jax.device_put(arrays, shardings, donate=donate)
+
+    moved = reshard_with_intermediate_sharding_generic(
+        x, source, target, jax_array_reshard_fn=send, may_alias=may_alias, retries=3
+    )
+    assert told == [{"retries": 3}]
+    assert moved.sharding == target
+    np.testing.assert_array_equal(moved, x)
+    is_shared = any(name in [*buffers_of(x)] for name in buffers_of(moved))
+    assert is_shared == (goes_directly and may_alias is not False)
 
 
 def test_wrong_transfers_raise() -> None:

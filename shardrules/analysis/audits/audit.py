@@ -9,7 +9,6 @@ from shardrules.analysis.audits.checks.run import run_checks
 from shardrules.analysis.audits.facts import AuditFacts, spec_text
 from shardrules.analysis.audits.modules import module_costs
 from shardrules.analysis.audits.report import AuditedArray, AuditReport
-from shardrules.analysis.compiling.compile import name_of
 from shardrules.analysis.compiling.kernel_calls import find_kernel_calls
 from shardrules.analysis.compiling.request import CompileRequest
 from shardrules.analysis.costs.kernels import kernel_seconds
@@ -20,6 +19,7 @@ from shardrules.analysis.program.flops import find_matmuls, flops_by_dtype
 from shardrules.analysis.program.kernel_costs import KernelCost, KernelFacts, read_kernel_costs
 from shardrules.analysis.program.program import read_program
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
+from shardrules.core.callables import name_of
 from shardrules.core.errors import ConfigTypeError
 from shardrules.core.spec import spec_repr
 

@@ -1,7 +1,6 @@
 """Compiles a function for a target, from shapes alone, and keeps everything that the compiler reports."""
 
 import contextlib
-import functools
 import os
 import re
 import sys
@@ -25,6 +24,7 @@ from shardrules.analysis.compiling.retarget import retarget
 from shardrules.analysis.compiling.source import names_other_mesh, naming_lines
 from shardrules.core.axes import AnyMesh, mesh_sizes
 from shardrules.core.boxes import ArgumentVariables
+from shardrules.core.callables import name_of
 from shardrules.core.errors import DoesNotFitError, MissingCompilerError
 from shardrules.core.finding import plan_error
 from shardrules.core.tree import array_kind, leaf_paths
@@ -324,13 +324,6 @@ def _renamed(run: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., A
 
     renamed.__name__ = name_of(fn)
     return renamed
-
-
-def name_of(fn: Callable[..., Any]) -> str:
-    """Returns what reports call a function, a method, a partial function or a callable object."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return getattr(fn, "__name__", type(fn).__name__)  # modules and other callables have no name of their own
 
 
 def _compile(

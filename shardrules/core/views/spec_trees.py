@@ -23,18 +23,18 @@ class _HasSharding(Protocol):
     def sharding(self) -> Any: ...
 
 
-def get_names_from_partition_spec(tree: Any) -> list[str]:
+def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
     """Returns the mesh axes in a spec or a tree of specs, each once, in the order in which they appear.
 
-    Dictionaries in `tree` are read in the order in which they were written, `None` is skipped, and a string is an axis.
-    A leaf that is not a spec is a `SpecError`.
+    Dictionaries in `partition_specs` are read in the order in which they were written, `None` is skipped, and a string
+    is an axis. A leaf that is not a spec is a `SpecError`.
 
     ```python
     assert sr.specs.get_names_from_partition_spec(P(("dp", "fsdp"), None, "tp")) == ["dp", "fsdp", "tp"]
     assert sr.specs.get_names_from_partition_spec({"w": P("tp"), "b": P(None, ("dp", "tp"))}) == ["tp", "dp"]
     ```
     """
-    return list(dict.fromkeys(_axes_in(tree)))
+    return list(dict.fromkeys(_axes_in(partition_specs)))
 
 
 def _axes_in(tree: Any) -> Iterator[str]:
@@ -113,8 +113,8 @@ def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
     return jtu.tree_structure(tree).unflatten(shardings)
 
 
-def extract_sharding_structure(tree: Any) -> Any:
-    """Returns the NamedSharding of each leaf of `tree`; `None` without one, on a single device for instance.
+def extract_sharding_structure(pytree: Any) -> Any:
+    """Returns the NamedSharding of each leaf of `pytree`; `None` without one, on a single device for instance.
 
     ```python
     assert sr.specs.extract_sharding_structure({"w": jnp.zeros(4), "step": 3}) == {"w": None, "step": None}
@@ -125,7 +125,7 @@ def extract_sharding_structure(tree: Any) -> Any:
         sharding = _sharding(leaf)
         return sharding if isinstance(sharding, NamedSharding) else None
 
-    return jax.tree.map(named, tree)
+    return jax.tree.map(named, pytree)
 
 
 get_shardings_with_structure = extract_sharding_structure

@@ -16,7 +16,7 @@ import attrs
 import equinox as eqx
 import jax
 import numpy as np
-from equinox import filter_jit as equinox_filter_jit  # before a program puts ours into Equinox's place
+from equinox._jit import filter_jit as equinox_filter_jit  # equinox.filter_jit may be ours, put there by a program
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from shardrules.analysis.compiling.jaxprs import equations

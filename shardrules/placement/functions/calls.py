@@ -22,6 +22,7 @@ from shardrules.core.boxes import (
     share_variables,
     shared_leaves,
 )
+from shardrules.core.callables import name_of
 from shardrules.core.errors import ConfigTypeError, TreeError, printable
 from shardrules.core.tree import leaf_paths
 from shardrules.placement.cache import Cache, array_key, static_key
@@ -208,7 +209,7 @@ class PartialCall:
 
     @property
     def __name__(self) -> str:
-        return getattr(self.func, "__name__", type(self.func).__name__)
+        return name_of(self.func)
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -9,11 +9,12 @@ from typing import Any, final, overload
 import attrs
 import jax
 import jax.tree_util as jtu
-from equinox import filter_jit as equinox_filter_jit  # before a program puts ours into Equinox's place
+from equinox._jit import filter_jit as equinox_filter_jit  # equinox.filter_jit may be ours, put there by a program
 from jax.sharding import Mesh
 
 from shardrules.core.axes import AnyMesh, check_mesh
 from shardrules.core.boxes import has_objects, share_variables, shared_leaves, write_variables
+from shardrules.core.callables import update_wrapper
 from shardrules.core.context import current_mesh, trace_mesh
 from shardrules.core.errors import ConfigTypeError
 from shardrules.core.jax_state import trace_key, under_trace
@@ -130,7 +131,7 @@ def filter_jit(
 
 @final
 @jtu.register_pytree_node_class
-@attrs.define(eq=False, slots=False)  # with a dictionary of its own, for functools.update_wrapper
+@attrs.define(eq=False, slots=False)  # with a dictionary of its own, for update_wrapper
 class FilterJit:
     """A compiled function; `filter_jit` makes one. As a pytree it holds the arrays of the function."""
 
@@ -138,7 +139,7 @@ class FilterJit:
     options: Options
 
     def __attrs_post_init__(self) -> None:
-        functools.update_wrapper(self, self.fn, updated=())
+        update_wrapper(self, self.fn)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True

@@ -1,7 +1,6 @@
 """What `filter_jit` compiles for one kind of call: a program of arrays alone, and where its arrays are."""
 
 import contextlib
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -13,9 +12,10 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from shardrules.core.axes import AnyMesh
+from shardrules.core.callables import name_of
 from shardrules.core.errors import ConfigError, PlanError, TreeError
 from shardrules.core.finding import shape_text
-from shardrules.core.jax_state import under_trace
+from shardrules.core.jax_state import jit, under_trace
 from shardrules.core.spec import device_dtype, spec_repr
 from shardrules.placement.destination import resolve_destination
 from shardrules.placement.functions.callbacks import CallbackErrors
@@ -83,7 +83,7 @@ def compile_call(
     donated = _donated_indices(options.donate, call)
     # Traced before it is compiled, since `out_shardings` may be a rule, which needs the shapes of the results.
     try:
-        traced = _jit(call.flat_function(result, donated), in_shardings=tuple(shardings)).trace(*arrays)
+        traced = jit(call.flat_function(result, donated), in_shardings=tuple(shardings)).trace(*arrays)
     except Exception as error:  # JAX has no public class for errors about shardings
         _add_hint(error, meshes)
         raise
@@ -102,15 +102,10 @@ def compile_call(
         return compute(*arrays)
 
     # Compiled programs, profiles and audits show the user's name.
-    run.__name__ = run.__qualname__ = getattr(call.fn, "__name__", type(call.fn).__name__)
-    jitted = _jit(run, in_shardings=tuple(shardings), out_shardings=out_shardings, donate_argnums=tuple(donated))
+    run.__name__ = run.__qualname__ = name_of(call.fn)
+    jitted = jit(run, in_shardings=tuple(shardings), out_shardings=out_shardings, donate_argnums=tuple(donated))
     is_silent = options.donate in ("all", "all-except-first")
     return Program(jitted, shardings, result, errors, is_silent)
-
-
-def _jit(fn: Callable[..., Any], **options: Any) -> Any:
-    """As `jax.jit`, which Equinox replaces by a function without `trace` and `lower` under EQX_ON_ERROR=breakpoint."""
-    return inspect.unwrap(jax.jit)(fn, **options)
 
 
 def in_shardings_of(call: FlatCall, options: Options) -> list[Sharding | None]:
@@ -182,7 +177,7 @@ def _add_hint(error: Exception, meshes: Meshes) -> None:
     if explicit and any(word in str(error) for word in ("sharding", *explicit)):
         error.add_note(
             f"filter_jit: on Explicit axes ({', '.join(explicit)}) JAX wants model code to say how such results are "
-            "split. filter_jit(..., axis_types='auto') leaves it to the compiler"
+            "split. filterjit(..., axis_types='auto') leaves it to the compiler"
         )
     elif meshes.inside is not meshes.outside and "type Auto" in str(error):
         error.add_note("filter_jit: the function sees Auto axes; axis_types=None keeps the mesh's own types")

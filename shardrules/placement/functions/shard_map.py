@@ -13,10 +13,11 @@ import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text
+from shardrules.core.callables import name_of, update_wrapper
 from shardrules.core.context import current_mesh
 from shardrules.core.errors import ConfigTypeError, TreeError, UnknownAxisError, suggest
 from shardrules.core.finding import Finding, shape_text
-from shardrules.core.jax_state import under_trace
+from shardrules.core.jax_state import shard_map, under_trace
 from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.core.spec import UNCONSTRAINED, axis_names, device_dtype, entries, spec_repr
 from shardrules.core.tree import spread
@@ -148,7 +149,7 @@ class _Options:
 
 @final
 @jtu.register_pytree_node_class
-@attrs.define(eq=False, slots=False)  # with a dictionary of its own, for functools.update_wrapper
+@attrs.define(eq=False, slots=False)  # with a dictionary of its own, for update_wrapper
 class FilterShardMap:
     """A mapped function; `filter_shard_map` makes one. As a pytree it holds the arrays of the function."""
 
@@ -156,7 +157,7 @@ class FilterShardMap:
     options: _Options
 
     def __attrs_post_init__(self) -> None:
-        functools.update_wrapper(self, self.fn, updated=())
+        update_wrapper(self, self.fn)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         signature = signature_of(self.fn)
@@ -177,8 +178,8 @@ class FilterShardMap:
             return arrays
 
         # Errors of JAX name the user's function.
-        run.__name__ = run.__qualname__ = getattr(self.fn, "__name__", type(self.fn).__name__)
-        mapped = jax.shard_map(
+        run.__name__ = run.__qualname__ = name_of(self.fn)
+        mapped = shard_map(
             run,
             mesh=_mesh_to_map(mapping.mesh),
             in_specs=in_specs,
@@ -348,7 +349,7 @@ class _Mapping:
         options: dict[str, Any] = {"axis_names": self.options.axis_names, "check_vma": False}
         try:
             with jax.sharding.use_abstract_mesh(mesh):
-                mapped = jax.shard_map(run, in_specs=in_specs, out_specs=PartitionSpec(), **options)
+                mapped = shard_map(run, in_specs=in_specs, out_specs=PartitionSpec(), **options)
                 return eqx.combine(jax.eval_shape(mapped, *structs), static[-1])
         except Exception as error:
             error.add_note(

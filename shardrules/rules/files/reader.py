@@ -556,7 +556,11 @@ TYPES: Mapping[str, _RuleType] = MappingProxyType(
         "plan": _RuleType(lambda file: file.as_rule(), {"file": _Reader.plan}, ("file",)),
         "regex": _rule_type(RegexShardingRule, rules=_Reader.patterns, min_size=_Reader.number),
         "replicate": _rule_type(ReplicateShardingRule),
-        "shape": _rule_type(ShapeBasedShardingRule, patterns=_Reader.shapes),
+        "shape": _RuleType(
+            lambda patterns: ShapeBasedShardingRule(shape_patterns=patterns),
+            {"patterns": _Reader.shapes},
+            ("patterns",),
+        ),
         "shard_dim": _rule_type(DimShardingRule, axis=_Reader.axis, dim=_Reader.number, ignore_ndim_error=_Reader.flag),
         "specs": _rule_type(SpecTreeShardingRule, specs=_Reader.specs),
         "stacked": _rule_type(StackedShardingRule, rule=_Reader.rule, dims=_Reader.number, axis=_Reader.axis),

@@ -150,6 +150,10 @@ class AxisFields(TypedDict, total=False):
     decode_attention_kv_dim_axis: FieldAxis
 
 
+_NAMES: Final = (*_FIELDS, *AxisFields.__annotations__)
+"""What has a meaning without being registered: logical axes, and fields by their own names."""
+
+
 def _signature() -> inspect.Signature:
     """The keyword arguments of `PartitionAxis`, each with its default, for `help` and editors."""
     defaults: dict[str, Any] = dict(_DEFAULTS)
@@ -258,9 +262,9 @@ def _as_name(name: object) -> str:
 class RegisteredAxis:
     """A logical axis that a user added to a `PartitionAxis`.
 
-    `axis` is what `name` means: a mesh axis, another logical axis, the name of a field (`"batch_axis"`), `None`, or a
-    sequence of these. `generation_axis` is the same for the modes of generation: `...` means as `axis`, `None` not
-    split.
+    `axis` is what `name` means: a mesh axis, another logical axis, the name of a field (`"head_axis"`), `None`, or a
+    sequence of these. A field of generation (`"decode_head_axis"`) is meant in every mode, another one in those of
+    training. `generation_axis` is the same for the modes of generation: `...` means as `axis`, `None` not split.
     """
 
     name: str = attrs.field(converter=_as_name)
@@ -392,7 +396,7 @@ class PartitionAxis:
     @property
     def mesh_axes(self) -> tuple[str, ...]:
         """Every mesh axis that this configuration uses, in the order of the fields."""
-        defined = (*_FIELDS, *_FIELDS.values(), *(entry.name for entry in self.registered))
+        defined = (*_NAMES, *(entry.name for entry in self.registered))
         names = [name for entry in self.registered for name in (*_flat(entry.axis), *_flat(entry.generation_axis))]
         # A registered axis may name a mesh axis that no field uses; what is not defined otherwise is a mesh axis.
         extra = (name for name in names if name not in defined and not _is_logical_name(name))
@@ -423,41 +427,46 @@ class PartitionAxis:
 
     def register(
         self,
-        name: str,
-        axis: LogicalAxis,
-        generation_axis: GenerationAxis = ...,
+        semantic_axis: str,
+        axis_rule: LogicalAxis,
+        generation_axis_rule: GenerationAxis = ...,
         *,
         override: bool = False,
     ) -> "PartitionAxis":
         """Returns a copy that knows one more logical axis. This value does not change.
 
-        `axis` and `generation_axis` are as in `RegisteredAxis`: an unknown name in them is a mesh axis, and a name that
-        is registered later may be used already. `override` allows a `name` that already has a meaning.
+        `axis_rule` and `generation_axis_rule` are as `axis` and `generation_axis` in `RegisteredAxis`: an unknown name
+        in them is a mesh axis, and a name that is registered later may be used already. `override` allows a
+        `semantic_axis` that already has a meaning.
 
         ```python
         from shardrules.presets import eformer
 
         paxis = eformer.PartitionAxis().register("patches", eformer.QUERY_LENGTH)
-        paxis = paxis.register("stage", "pipe", generation_axis=None)
+        paxis = paxis.register("stage", "pipe", generation_axis_rule=None)
         assert paxis.resolve_spec(["stage", "patches"]) == P("pipe", "sp")
         assert paxis.resolve_spec(["stage", "patches"], eformer.MODE_DECODE) == P(None, None)
         ```
         """
-        entry = RegisteredAxis(name, axis, generation_axis)
-        others = tuple(other for other in self.registered if other.name != name)
-        exists = len(others) < len(self.registered) or name in (*_FIELDS, *_FIELDS.values(), *self._field_axes())
+        entry = RegisteredAxis(semantic_axis, axis_rule, generation_axis_rule)
+        others = tuple(other for other in self.registered if other.name != semantic_axis)
+        exists = len(others) < len(self.registered) or semantic_axis in (*_NAMES, *self._field_axes())
         if exists and not override:
-            meaning = _as_entry(self._expand(name, MODE_TRAIN))
-            raise ConfigError(f"{name!r} already exists and means {meaning!r}. override=True gives it a new meaning")
+            meaning = _as_entry(self._expand(semantic_axis, MODE_TRAIN))
+            raise ConfigError(
+                f"{semantic_axis!r} already exists and means {meaning!r}. override=True gives it a new meaning"
+            )
         return attrs.evolve(self, registered=(*others, entry))
 
-    def unregister(self, name: str, *, missing_ok: bool = False) -> "PartitionAxis":
-        """Returns a copy without the logical axis that was registered as `name`."""
+    def unregister(self, semantic_axis: str, *, missing_ok: bool = False) -> "PartitionAxis":
+        """Returns a copy without the logical axis that was registered as `semantic_axis`."""
         names = [entry.name for entry in self.registered]
-        if name not in names and not missing_ok:
+        if semantic_axis not in names and not missing_ok:
             hint = f"Registered are: {', '.join(names)}" if names else "Nothing is registered"
-            raise UnknownAxisError(f"no logical axis is registered as {name!r}{suggest(name, names)}. {hint}")
-        return attrs.evolve(self, registered=tuple(entry for entry in self.registered if entry.name != name))
+            raise UnknownAxisError(
+                f"no logical axis is registered as {semantic_axis!r}{suggest(semantic_axis, names)}. {hint}"
+            )
+        return attrs.evolve(self, registered=tuple(entry for entry in self.registered if entry.name != semantic_axis))
 
     def resolve_axis(self, axes: Sequence[LogicalAxis], mode: str = MODE_TRAIN) -> list[Axis | None]:
         """Returns what each logical axis means: a mesh axis, a tuple of them, or `None`.
@@ -535,8 +544,10 @@ class PartitionAxis:
                 return self._expand(entry.axis if meaning is ... else meaning, mode, (*trail, axis))
         # Fields may be named by their logical axis or by their own name.
         field = _FIELDS.get(axis, axis)
-        if field in _FIELDS.values():
-            value = getattr(self, f"decode_{field}" if _uses_generation_field(field, mode) else field)
+        if field in AxisFields.__annotations__:
+            # A generation field says by itself what it means in every mode, and its other name knows its default.
+            is_decode = field.startswith("generation_") or _uses_generation_field(field, mode)
+            value = getattr(self, f"decode_{field.removeprefix('generation_')}" if is_decode else field)
             return () if value is None else axis_tuple(value)
         if axis not in self.mesh_axes:
             raise self._unknown(axis, trail)

@@ -9,9 +9,9 @@ import attrs
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from shardrules.analysis.compiling.compile import name_of
 from shardrules.analysis.compiling.model_flops import model_matmuls
 from shardrules.core.axes import mesh_text
+from shardrules.core.callables import name_of
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
 from shardrules.planning.answer.findings import Remarks, machine_findings, near_the_limit, program_findings

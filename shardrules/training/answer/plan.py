@@ -10,6 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardrules.analysis.schedule.step_time import StepTime
 from shardrules.core.axes import AnyMesh
+from shardrules.core.callables import update_wrapper
 from shardrules.core.errors import ConfigError
 from shardrules.core.rule import ShardingPlan, SpecTreeShardingRule
 from shardrules.core.tree import array_kind
@@ -128,13 +129,12 @@ class TrainingPlan:
         It takes the arguments of `make`, which returns the model.
         """
 
-        @functools.wraps(make, updated=())
         def model_and_state(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             model = make(*args, **kwargs)
             return model, self._training_step.init_state(model)
 
         how = self.as_rule() if not self.recipe.host_state else lambda tree: self.shardings()
-        return filter_init(model_and_state, how, self.mesh)
+        return filter_init(update_wrapper(model_and_state, make), how, self.mesh)
 
     def prove(self, count: int = 3) -> tuple[ProvedPlan, ...]:
         """Compiles the best plans for the cluster, and returns what the compiler makes of each, the best first.

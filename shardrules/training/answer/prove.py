@@ -13,7 +13,7 @@ from shardrules.core.check import bytes_text
 from shardrules.training.search.problem import Outcome, TrainingProblem
 
 _ALIKE = 0.03
-"""By what part plans take longer than the best that compilers may make faster: published steps compiled for TPUs had
+"""By what part plans take longer than the best that compilers may make faster: steps of decoders compiled for TPUs had
 such plans the other way round by 3 and 4 %. With half of it, some that are faster are not compiled early; with twice as
 much, the second plan that is compiled is often slower."""
 

@@ -9,8 +9,8 @@ from typing import Any, final
 import attrs
 import jax
 
-from shardrules.analysis.compiling.compile import name_of
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
+from shardrules.core.callables import name_of
 from shardrules.core.errors import DoesNotFitError, MeshError, MicrobatchError, PlanError, UnknownAxisError
 from shardrules.core.fields import read_bytes
 from shardrules.core.spec import shard_bytes

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.analysis.compiling.arguments import read_arguments
-from shardrules.analysis.compiling.compile import Compiled, CompilerMemory, compile_for, name_of, trace
+from shardrules.analysis.compiling.compile import Compiled, CompilerMemory, compile_for, trace
 from shardrules.core.errors import DoesNotFitError
 from tests.analysis.programs import CPU, CUDA, TARGETS, TPU, mesh_on
 
@@ -225,25 +225,6 @@ class Model(eqx.Module):
 
     def method(self, x: Any) -> Any:
         return x
-
-
-NAMES: tuple[tuple[Callable[..., Any], str], ...] = (
-    (product, "product"),
-    (lambda x: x, "<lambda>"),
-    (functools.partial(product, 3), "product"),
-    (functools.partial(functools.partial(product, 3), 4), "product"),
-    (jax.jit(product), "product"),
-    (eqx.filter_jit(product), "product"),
-    (sr.filter_jit(product), "product"),
-    (jax.vmap(product), "product"),
-    (Model(), "Model"),
-    (Model().method, "method"),
-)
-
-
-@pytest.mark.parametrize(("fn", "name"), NAMES)
-def test_names(fn: Callable[..., Any], name: str) -> None:
-    assert name_of(fn) == name
 
 
 def test_functions_without_a_python_name_compile() -> None:

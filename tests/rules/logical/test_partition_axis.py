@@ -454,13 +454,24 @@ def test_a_registered_axis_resolves_in_each_mode(axis: Any, train: Any, decode: 
 
 
 def test_a_registered_axis_may_differ_in_generation() -> None:
-    paxis = PartitionAxis().register("a", "x", None).register("b", "x", generation_axis=("y", "a"))
+    paxis = PartitionAxis().register("a", "x", None).register("b", "x", generation_axis_rule=("y", "a"))
     assert paxis.resolve_axis(["a", "b"], MODE_TRAIN) == ["x", "x"]
     assert paxis.resolve_axis(["a", "b"], MODE_INSERT) == [None, "y"]
     assert paxis.mesh_axes == ("dp", "fsdp", "tp", "sp", "ep", "x", "y")
 
 
-@pytest.mark.parametrize("name", ["mine", BATCH, "batch_axis", "dp"])
+@pytest.mark.parametrize("prefix", ["generation", "decode"])
+@pytest.mark.parametrize(("field", "axis"), [("head_axis", "g"), ("query_sequence_axis", None), ("batch_axis", "b")])
+def test_a_field_of_generation_is_meant_in_every_mode(prefix: str, field: str, axis: Any) -> None:
+    paxis = PartitionAxis(generation_head_axis="g", batch_axis="b").register("mine", f"{prefix}_{field}")
+    assert [paxis.resolve_axis(["mine"], mode) for mode in MODES] == [[axis]] * 4
+    assert f"{prefix}_{field}" not in paxis.mesh_axes
+    paxis = PartitionAxis(generation_head_axis="g", batch_axis="b").register("mine", "tp", f"{prefix}_{field}")
+    assert [paxis.resolve_axis(["mine"], mode) for mode in (MODE_TRAIN, MODE_DECODE)] == [["tp"], [axis]]
+    assert paxis.resolve_spec([f"{prefix}_{field}"]) == P(axis)
+
+
+@pytest.mark.parametrize("name", ["mine", BATCH, "batch_axis", "decode_batch_axis", "generation_head_axis", "dp"])
 def test_override_is_needed_for_a_name_that_exists(name: str) -> None:
     paxis = PartitionAxis().register("mine", HEAD)
     with pytest.raises(ConfigError, match=f"{name!r} already exists and means .*override=True"):

@@ -128,15 +128,15 @@ FSDP, BOTH, REPLICATED = "data:1,fsdp:8,tensor:1", "data:1,fsdp:4,tensor:2", "da
 PUBLISHED: Mapping[str, Decoder] = MappingProxyType(
     {
         "GPT3-175B on v6e": Decoder(FSDP, "full", 48, is_gated=False),
-        "16B on v5e": Decoder(FSDP, "full", 48),
-        "16B on slices": Decoder(REPLICATED, "full", 96),
-        "32B on v5p": Decoder(BOTH, "minimal", 96),
-        "128B on v5p": Decoder(BOTH, "minimal", 48),
-        "512B on v5p": Decoder(BOTH, "full", 96),
+        "fsdp, recomputed": Decoder(FSDP, "full", 48),
+        "data and fsdp, recomputed": Decoder(REPLICATED, "full", 96),
+        "fsdp and tensor, matmuls kept": Decoder(BOTH, "minimal", 96),
+        "fsdp and tensor, small batch": Decoder(BOTH, "minimal", 48),
+        "fsdp and tensor, recomputed": Decoder(BOTH, "full", 96),
         "Llama2-7B on H100": Decoder(FSDP, "minimal", 64),
         "Llama3-70B on H100": Decoder(FSDP, "qkv", 16, 1024, 2),
         "Llama2-70B on H100": Decoder(REPLICATED, "all but mlp", 64, 128, 2),
         "MPT-7B on H100": Decoder(FSDP, "none", 96, is_gated=False),
     }
 )
-"""Steps by the published step whose structure they have, compiled for CPUs, which is quickest."""
+"""Steps by the published step or the layout whose structure they have, compiled for CPUs, which is quickest."""
