@@ -449,6 +449,15 @@ def test_without_time_there_is_a_plan_all_the_same() -> None:
     assert not planned.candidates[0].fits
 
 
+def test_without_time_meshes_that_pins_rule_out_are_passed_over() -> None:
+    model, batch = shapes()
+    pins = sr.RegexShardingRule([("0/layers/1/weight", P("model", None))])
+    options: dict[str, Any] = {"cluster": "cuda:h100:8", "pins": pins, "time_limit": 1e-9}
+    planned = sr.plan_training(squares, model, OPTIMIZER, batch, **options)
+    assert planned.plan.specs[0].layers[1].weight == P("model")
+    assert "time-is-up" in [finding.code for finding in planned.report.findings]
+
+
 def wide(model: Any, x: Any) -> Any:
     return jnp.mean((jnp.tanh(x @ model["a"]) @ model["b"]) ** 2)
 

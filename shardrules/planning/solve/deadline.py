@@ -40,7 +40,7 @@ class Deadline:
 
     def share(self, count: int) -> "Deadline":
         """Returns the deadline of the first of several searches that divide what is left."""
-        return self if self.moment == float("inf") else Deadline.after(max(0.0, self.seconds_left) / count)
+        return Deadline.after(max(0.0, self.seconds_left) / count)
 
     def solver_options(self) -> dict[str, float]:
         """Returns the time limit of one call of HiGHS, as options of SciPy."""

@@ -109,9 +109,9 @@ class TrainingSearch:
     def run(self) -> None:
         """Searches for plans in which all devices compute all layers."""
         for shape in self.problem.cluster.shapes():
-            has_planned = any(outcome.result is not None for outcome in self.free.values())
+            is_first = self.smallest is None
             self.plan_free(shape, self.first_recipe)
-            if not has_planned:
+            if is_first:
                 self.fit_early(shape)
         self.fit_all(tuple(self.free))
         while self.center is not None and not self.is_over:
@@ -241,8 +241,8 @@ class TrainingSearch:
         return Recipe(microbatches, groups, keep, self.problem.step.recipe.accumulate_dtype, on_host)
 
     def plan_free(self, shape: Shape, recipe: Recipe) -> None:
-        """Plans a mesh without a limit of memory."""
-        if shape in self.free or (self.free and self.is_over):
+        """Plans a mesh without a limit of memory; where all others were refused, also once the time is up."""
+        if shape in self.free or (self.smallest is not None and self.is_over):
             return
         outcome = self.plan(shape, recipe, is_free=True)
         self.free[shape] = outcome
