@@ -24,10 +24,12 @@ from shardrules.core.errors import (
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingRule
 from shardrules.core.spec import spec_repr
+from shardrules.mesh.divisors import divisors
 from shardrules.mesh.shape import mesh_shape
 from shardrules.planning.answer.findings import (
     COSTLY_RATIO,
     PinCosts,
+    Remarks,
     machine_findings,
     may_not_fit,
     near_the_limit,
@@ -127,7 +129,6 @@ def autoplan(
         return _best_mesh(fn, args, mesh, options, deadline)
     check_mesh(mesh)
     query = read_query(fn, args, mesh, options)
-    query.check_possible()
     return answer_query(query, query.search(deadline), deadline)
 
 
@@ -147,7 +148,6 @@ def _best_mesh(
             break
         try:
             query = read_query(fn, args, mesh_shape(text), options)
-            query.check_possible()
         # Pins and constraints may name axes that not all meshes have.
         except (PlanError, UnknownAxisError, DoesNotFitError) as error:
             refusal = refusal or error
@@ -177,9 +177,7 @@ def _rank(outcome: tuple[Query, AutoPlan]) -> tuple[bool, float, str]:
 def _mesh_texts(count: int) -> list[str]:
     """Returns meshes of one and two axes, the larger axis first and last."""
     data, model = MESH_AXES
-    return [f"{data}:{count}"] + [
-        f"{data}:{count // size},{model}:{size}" for size in range(2, count) if count % size == 0
-    ]
+    return [f"{data}:{count}", *(f"{data}:{count // size},{model}:{size}" for size in divisors(count)[1:-1])]
 
 
 def answer_query(query: Query, result: SearchResult, deadline: Deadline) -> AutoPlan:
@@ -187,9 +185,11 @@ def answer_query(query: Query, result: SearchResult, deadline: Deadline) -> Auto
     plan = query.plan(result)
     if query.device_mesh is not None:
         plan = prove_plan(plan, query.fn, query.device_mesh, deadline)
-    costs = _pin_costs(query, plan.result, deadline)
+    remarks = Remarks()
+    costs = remarks.of("what pins cost", lambda: _pin_costs(query, plan.result, deadline), PinCosts())
     # Findings come last, and search nothing: they only read the plan.
-    return attrs.evolve(plan, findings=(*plan.findings, *_findings(query, plan, costs)))
+    findings = remarks.of("what else is worth knowing", lambda: tuple(_findings(query, plan, costs)), ())
+    return attrs.evolve(plan, findings=(*plan.findings, *findings, *remarks.findings))
 
 
 def _findings(query: Query, plan: AutoPlan, costs: PinCosts) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardrules.analysis.compiling.arguments import argument_names
 from shardrules.analysis.machine.hardware import Hardware
-from shardrules.core.axes import AnyMesh, mesh_sizes
+from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.callables import name_of
 from shardrules.core.errors import ConfigError, DoesNotFitError, RuleTypeError
 from shardrules.core.fields import read_bytes
@@ -81,12 +81,7 @@ class Query:
 
     def check_possible(self) -> None:
         """Raises `DoesNotFitError` if it is certain that no plan fits."""
-        bound = memory_bound(self.program, self.machine, self.call.paths, self.pinned)
-        if bound.nbytes > self.limit_bytes:
-            free = memory_bound(self.program, self.machine, self.call.paths, {}) if self.pinned else None
-            pinned_paths = [self.call.paths[index] for index in self.pinned]
-            text = does_not_fit_text(self.call.name, self.mesh, self.limit_bytes, bound, pinned_paths, free)
-            raise DoesNotFitError(text, bound.nbytes)
+        _check_possible(self.call, self.program, self.mesh, self.machine.hardware, self.limit_bytes, self.pinned)
 
     def search(self, deadline: Deadline) -> SearchResult:
         """Finds the best choice that fits; where none is found, the cheapest hardly larger than the smallest."""
@@ -113,18 +108,43 @@ def read_query(
     mesh: AnyMesh,
     options: QueryOptions,
     on_host: Sequence[bool] | None = None,
+    *,
+    check: bool = True,
 ) -> Query:
-    """Traces a function and builds the choices of its layouts on a mesh. `on_host` is as `read_call` takes it."""
+    """Traces a function and builds the choices of its layouts on a mesh. `on_host` is as `read_call` takes it.
+
+    With `check`, raises `DoesNotFitError` if it is certain that no plan fits, before these choices are built.
+    """
     start = time.monotonic()
-    pinned = _pinned_specs(fn, args, options.pins, mesh)  # first: what is wrong with pins needs no trace
+    pinned = pinned_specs(fn, args, options.pins, mesh)  # first: what is wrong with pins needs no trace
     call = read_call(fn, args, mesh, name_of(fn), on_host)
     machine = Machine.of(mesh, options.hardware, options.assumptions)
     program = read_jaxpr(call.jaxpr)
     limit_bytes = memory_limit(options.memory_limit, machine.hardware)
+    if check:
+        _check_possible(call, program, mesh, machine.hardware, limit_bytes, pinned)
     task = Task.of(program, machine, call.paths, call.feedback, pinned)
     target_mesh = device_mesh(mesh, machine.hardware) if options.prove else None
     read_seconds = time.monotonic() - start
     return Query(fn, call, args, mesh, options, program, machine, limit_bytes, pinned, task, read_seconds, target_mesh)
+
+
+def _check_possible(
+    call: Call,
+    program: TracedProgram,
+    mesh: AnyMesh,
+    hardware: Hardware,
+    limit_bytes: int,
+    pinned: Mapping[int, PartitionSpec],
+) -> None:
+    """Raises `DoesNotFitError` if it is certain that no plan fits."""
+    sizes = mesh_sizes(mesh)
+    bound = memory_bound(program, sizes, hardware, call.paths, pinned)
+    if bound.nbytes > limit_bytes:
+        free = memory_bound(program, sizes, hardware, call.paths, {}) if pinned else None
+        pinned_paths = [call.paths[index] for index in pinned]
+        text = does_not_fit_text(call.name, mesh_text(mesh), limit_bytes, bound, pinned_paths, free)
+        raise DoesNotFitError(text, bound.nbytes)
 
 
 def memory_limit(requested: int | str | None, hardware: Hardware) -> int:
@@ -165,9 +185,10 @@ def _dead_count(plan: ShardingPlan) -> int:
     return sum(finding.code in _DEAD_CODES for finding in plan.findings)
 
 
-def _pinned_specs(
+def pinned_specs(
     fn: Callable[..., Any], args: tuple[Any, ...], pins: ShardingRule | None, mesh: AnyMesh
 ) -> dict[int, PartitionSpec]:
+    """Returns the specs that pins have for arrays of the arguments, by the indices of these arrays."""
     if pins is None:
         return {}
     check_rule(pins)

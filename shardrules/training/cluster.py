@@ -16,8 +16,9 @@ from jax.sharding import AbstractMesh, Mesh
 from shardrules.analysis.machine.hardware import Hardware, sheets
 from shardrules.analysis.machine.targets import Target
 from shardrules.core.axes import AnyMesh, mesh_text
-from shardrules.core.errors import ConfigError, MeshError
+from shardrules.core.errors import ConfigError, MeshError, TargetError
 from shardrules.mesh.creation import create_mesh
+from shardrules.mesh.divisors import divisors, prime_factors
 from shardrules.mesh.layout import DeviceInfo
 from shardrules.mesh.shape import mesh_shape
 from shardrules.planning.graph.machine import hardware_of, has_sheet
@@ -146,17 +147,14 @@ class Cluster:
         return abstract
 
     def doubled(self) -> "Cluster | None":
-        """Returns a cluster of twice as many devices of the same kind; `None` where only one mesh is allowed."""
+        """Returns a cluster of twice as many devices of the same kind; `None` where they would not fill hosts, as of 5
+        GPUs, or where only one mesh is allowed."""
         if self.mesh is not None or self.target is None:
             return None
-        if self.target.platform == "tpu":
-            sizes = list(self.target.shape)
-            if self.target.slices > 1 or (len(sizes) == 2 and math.prod(sizes) >= _LARGEST_PLANE):
-                return Cluster.of(attrs.evolve(self.target, slices=2 * self.target.slices), self.hardware)
-            smallest = min(range(len(sizes)), key=lambda dim: (sizes[dim], -dim))
-            sizes[smallest] *= 2
-            return Cluster.of(attrs.evolve(self.target, shape=tuple(sizes)), self.hardware)
-        return Cluster.of(attrs.evolve(self.target, shape=(2 * self.count,)), self.hardware)
+        try:
+            return Cluster.of(_doubled(self.target), self.hardware)
+        except TargetError:
+            return None
 
     def compile_target(self) -> Target:
         """Returns what to compile plans for."""
@@ -176,6 +174,16 @@ class Cluster:
         return mesh_shape(mesh_text(mesh)) if self.target is not None else mesh
 
 
+def _doubled(target: Target) -> Target:
+    """Returns a target of twice as many devices, or raises `TargetError` where they do not fill hosts."""
+    sizes = list(target.shape)
+    if target.slices > 1 or (len(sizes) == 2 and math.prod(sizes) >= _LARGEST_PLANE):
+        return attrs.evolve(target, slices=2 * target.slices)
+    smallest = min(range(len(sizes)), key=lambda dim: (sizes[dim], -dim))
+    sizes[smallest] *= 2
+    return attrs.evolve(target, shape=tuple(sizes))
+
+
 def _granule(devices: Sequence[Any]) -> int:
     """How many devices fast links connect, in a list of them."""
     infos = [DeviceInfo.of(device) for device in devices]
@@ -188,8 +196,8 @@ def _granule(devices: Sequence[Any]) -> int:
 
 def _spread(hosts: int) -> tuple[int, ...]:
     """Returns the number of hosts, and its divisor next to its root."""
-    divisors = [size for size in range(2, hosts) if hosts % size == 0]
-    middle = [min(divisors, key=lambda size: abs(math.log(size) - math.log(hosts) / 2))] if divisors else []
+    inner = divisors(hosts)[1:-1]
+    middle = [min(inner, key=lambda size: abs(math.log(size) - math.log(hosts) / 2))] if inner else []
     return (hosts, *middle)
 
 
@@ -200,17 +208,13 @@ def _without_ones(shape: Shape) -> Shape:
 def _steps(shape: Shape) -> Iterator[Shape]:
     for index, size in enumerate(shape):
         before, after = shape[:index], shape[index + 1 :]
-        for prime in _primes(size):
+        for prime in dict.fromkeys(prime_factors(size)):
             if after:  # to the next axis
                 yield (*before, size // prime, after[0] * prime, *after[1:])
             if before:
                 yield (*before[:-1], before[-1] * prime, size // prime, *after)
-        for prime in _primes(size):
+        for prime in dict.fromkeys(prime_factors(size)):
             yield (*before, size // prime, prime, *after)
             yield (*before, prime, size // prime, *after)
         if after:
             yield (*before, size * after[0], *after[1:])
-
-
-def _primes(size: int) -> list[int]:
-    return [prime for prime in range(2, size + 1) if size % prime == 0 and all(prime % low for low in range(2, prime))]

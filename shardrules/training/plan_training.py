@@ -9,11 +9,9 @@ import jax.numpy as jnp
 
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.callables import name_of
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import (
     ConfigError,
     ConfigTypeError,
-    DoesNotFitError,
     PlanError,
     printable,
     shortened,
@@ -110,10 +108,11 @@ def plan_training(
 
     **Raises:**
 
-    `DoesNotFitError` if no plan can fit on any mesh; `PlanError` if pins or constraints suit no mesh, or if the
-    optimizer evaluates the loss again, as line searches do; `ConfigError` and `ConfigTypeError` for an argument that
-    cannot be used; `MicrobatchError` for a loss or a batch that cannot be split into the requested microbatches;
-    `TargetError` and `MeshError` for a cluster that does not exist.
+    `DoesNotFitError` if model, state and batch cannot be in memory on any mesh; `PlanError` if pins or constraints suit
+    no mesh, or if the optimizer evaluates the loss again, as line searches do; `ConfigError` and `ConfigTypeError` for
+    an argument that cannot be used; `MicrobatchError` for a loss or a batch that cannot be split into the requested
+    microbatches; `TargetError` and `MeshError` for a cluster that does not exist. Where no plan fits by the model, the
+    one with the least memory is returned, with the finding `may-not-fit`.
 
     ```python
     import optax
@@ -154,6 +153,7 @@ def plan_training(
     step.check_optimizer(model, state)
     options = QueryOptions(memory_limit, pins, devices.hardware, Assumptions(), time_limit, False)
     problem = TrainingProblem(step, model, state, batch, devices, options, host_memory)
+    problem.check_possible()
     if microbatches is not None:
         problem.check_split(microbatches)
     search = TrainingSearch(problem, microbatches, stages, deadline, progress or (lambda text: None))
@@ -195,15 +195,12 @@ def _check_outcomes(search: TrainingSearch, name: str) -> None:
     """Raises an error if nothing was planned."""
     if search.smallest is not None:
         return
-    refusals = [outcome for outcome in search.free.values() if outcome.refusal]
-    refusals += [outcome for outcome in search.outcomes.values() if outcome.refusal]
+    refusals = [outcome for outcome in (*search.free.values(), *search.outcomes.values()) if outcome.refusal]
     texts = [each.refusal if each.mesh in each.refusal else f"{each.mesh}: {each.refusal}" for each in refusals]
     lines = list(dict.fromkeys(texts))
     cluster = search.problem.cluster.name
     if not lines:
         lines = [f"{search.stages} stages: {search.why_no_stages}"]
-    text = f"{name} cannot be trained on {cluster}: no mesh can be planned for:\n  " + "\n  ".join(shortened(lines))
-    needed = [outcome.peak_bytes for outcome in refusals if outcome.peak_bytes]
-    if needed:
-        raise DoesNotFitError(f"{text}\nEvery plan needs {bytes_text(min(needed))} or more", min(needed))
-    raise PlanError(text)
+    raise PlanError(
+        f"{name} cannot be trained on {cluster}: no mesh can be planned for:\n  " + "\n  ".join(shortened(lines))
+    )

@@ -386,6 +386,25 @@ def test_autoplans_are_rules_for_their_step(tmp_path: Path) -> None:
     assert re.search(r"^w/up +float32\[64, 256\] +P\(None, 'model'\)", text, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("autoplan", f"{EXAMPLES}/train_gpt.py:training", "--mesh", "8", "--time-limit", "1"),
+        (
+            *("train-plan", f"{EXAMPLES}/train_gpt.py:loss_of", "--model", f"{EXAMPLES}/train_gpt.py:GPT"),
+            *("--batch", "uint8[64,65]", "--cluster", "cuda:h100:8", "--time-limit", "1"),
+        ),
+    ],
+    ids=["autoplan", "train-plan"],
+)
+def test_what_cannot_fit_ends_a_command_before_it_searches(words: tuple[str, ...]) -> None:
+    process = shardrules(*words, "--memory-limit", "1B", env=NO_BACKEND)
+    assert process.returncode == 1
+    assert process.stdout == ""
+    error = process.stderr.splitlines()[-1]
+    assert re.fullmatch(r"shardrules: error: \w+ does not fit in 1 B on .*: whatever its layouts, it needs .*", error)
+
+
 @pytest.mark.slow
 def test_golden_plans_must_be_sound_plans(tmp_path: Path, plans: tuple[Path, Path]) -> None:
     odd = ("check", GPT, "--rules", "shard_dim('data', 0)", "--mesh", "data:3", "--golden", "g.json", "--update")

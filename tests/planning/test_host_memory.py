@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardrules as sr
 from shardrules.analysis.compiling.jaxprs import equations
+from shardrules.core.axes import mesh_sizes
 from shardrules.planning.answer.plan import AutoPlan
 from shardrules.planning.run.rewrite import chosen_layouts, with_layouts
 from shardrules.planning.solve.proof import memory_bound
@@ -118,7 +119,8 @@ def test_arguments_on_hosts_take_no_memory_of_devices() -> None:
 
 def least_bytes(plan: AutoPlan) -> int:
     problem = plan.task.problem
-    return memory_bound(problem.program, problem.machine, plan.call.paths, {}).nbytes
+    machine = problem.machine
+    return memory_bound(problem.program, mesh_sizes(machine.mesh), machine.hardware, plan.call.paths, {}).nbytes
 
 
 def test_functions_move_arguments_from_hosts() -> None:

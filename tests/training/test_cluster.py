@@ -68,6 +68,11 @@ def test_twice_a_cluster_has_the_same_devices() -> None:
     assert (pods.name, pods.granule) == ("tpu:v5e:16x16:2", 256)
 
 
+@pytest.mark.parametrize("name", ["cuda:h100:5", "cuda:h100:6", "cuda:h100:7", "tpu:v5e:1x1", "tpu:v5p:1x1x1"])
+def test_twice_a_cluster_that_fills_no_hosts_is_none(name: str) -> None:
+    assert Cluster.of(name).doubled() is None
+
+
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [("cpu", "does not say how many devices"), ([], "must be a target"), (8, "must be a target")],

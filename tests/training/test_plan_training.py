@@ -14,7 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.core.errors import ConfigError, DoesNotFitError, MicrobatchError, PlanError, TreeError
-from shardrules.reports import TrainingPlan, TrainingPlanReport
+from shardrules.planning.solve.trials import Trial
+from shardrules.reports import Frontier, TrainingPlan, TrainingPlanReport
+from shardrules.training.answer import make as answer
+from shardrules.training.search.staged import StageSearch
 from shardrules.training.step import TrainingStep
 
 OPTIMIZER = optax.adam(1e-2)
@@ -76,6 +79,25 @@ def test_reports_are_the_same_after_json(plan: TrainingPlan) -> None:
     assert str(report) == str(plan)
     assert "the plan" in str(plan)
     assert "examples/s" in str(plan)
+
+
+def test_the_frontier_says_what_memory_is_worth() -> None:
+    search = SimpleNamespace(free={}, columns={}, outcomes={})
+    sizes, seconds = (3, 1, 2, 4, 8), (0.1, 0.4, 0.45, 0.1, 0.05)
+    trials = tuple(map(lambda size, cost: Trial((), cost, size * 2**30), sizes, seconds))
+    search.outcomes[()] = SimpleNamespace(result=SimpleNamespace(candidates=trials), paired_bytes=0)
+    points = answer._frontier(search)  # type: ignore[arg-type]
+    assert [(point.limit_bytes, point.seconds) for point in points] == [(2**30, 0.4), (3 * 2**30, 0.1), (2**33, 0.05)]
+    assert [point.price for point in points] == [pytest.approx(0.15 / 2**30), pytest.approx(0.01 / 2**30), None]
+    first, second, last = str(Frontier("loss", "data:8", points)).splitlines()[-3:]
+    assert (first.split()[-2:], second.split()[-2:]) == (["150", "ms"], ["10", "ms"])
+    assert last.split() == ["8.0", "GiB", "50", "ms", "8.0", "GiB"]
+
+
+def test_frontiers_of_training_plans_have_prices(plan: TrainingPlan) -> None:
+    *points, last = plan.frontier.points
+    assert all(point.price is not None and point.price > 0 for point in points)
+    assert last.price is None
 
 
 def test_memory_by_category_is_the_peak(plan: TrainingPlan) -> None:
@@ -141,12 +163,41 @@ def test_a_mesh_is_kept() -> None:
     assert len(pinned.candidates) == 1
 
 
-@pytest.mark.slow
-def test_what_cannot_fit_is_refused_with_a_bound() -> None:
+@pytest.mark.parametrize("cluster", ["cuda:h100:8", "cuda:h100:5", sr.mesh_shape("data:4,model:2")], ids=str)
+def test_what_cannot_fit_is_refused_before_anything_is_planned(cluster: Any) -> None:
     model, batch = shapes()
-    with pytest.raises(DoesNotFitError, match="no mesh can be planned") as caught:
-        sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", memory_limit=100)
+    plans: list[str] = []
+    with pytest.raises(DoesNotFitError, match=r"^squares does not fit in 100 B on .* whatever its layouts") as caught:
+        sr.plan_training(
+            squares, model, OPTIMIZER, batch, cluster=cluster, memory_limit=100, progress=plans.append, time_limit=1e-3
+        )
+    assert plans == []
     assert "checkpoint" not in str(caught.value)  # recomputing leaves parameters where they are
+
+
+def test_bounds_leave_out_what_hosts_have_room_for() -> None:
+    model = {"a": jax.ShapeDtypeStruct((1024, 2048), jnp.float32), "b": jax.ShapeDtypeStruct((2048, 1024), jnp.float32)}
+    x = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+    options: dict[str, Any] = {"cluster": "cuda:h100:8", "memory_limit": "1MiB"}
+    needed = []
+    for host_memory in (0, "1MiB", None):
+        with pytest.raises(DoesNotFitError, match=r"does not fit in 1\.0 MiB") as caught:
+            sr.plan_training(wide, model, OPTIMIZER, x, host_memory=host_memory, **options)
+        needed.append(caught.value.needed_bytes)
+    matrices = 2 * 1024 * 2048 * 4 // 8
+    assert needed[0] == 3 * matrices + 64 * 1024 * 4 // 8 + 4  # the count of steps is whole on each device
+    assert needed[1] == needed[0] - 2**20
+    assert needed[2] == needed[0] - 2 * matrices - 4
+
+
+def test_pins_of_a_mesh_count_for_its_bound() -> None:
+    model, batch = shapes()
+    mesh = sr.mesh_shape("data:8")
+    pins = sr.RegexShardingRule([("0/layers/1/weight", P())])
+    options: dict[str, Any] = {"cluster": mesh, "memory_limit": "16KiB", "host_memory": 0}
+    assert sr.plan_training(squares, model, OPTIMIZER, batch, **options).planned.memory_limit == 2**14
+    with pytest.raises(DoesNotFitError, match="on data:8 with these pins"):
+        sr.plan_training(squares, model, OPTIMIZER, batch, pins=pins, **options)
 
 
 def test_guessed_devices_are_noted() -> None:
@@ -346,9 +397,46 @@ def test_losses_of_one_batch_size_and_models_with_names_are_planned() -> None:
     x = jax.ShapeDtypeStruct((63, 16), jnp.float32)
     planned = sr.plan_training(loss, named(), OPTIMIZER, x, cluster=sr.create_mesh("data:8"))
     assert not [advice for advice in planned.report.advice if "batch" in advice.change]
+    (finding,) = [finding for finding in planned.report.findings if finding.code == "not-said"]
+    assert "what a batch of 126 examples would give is unknown: TypeError" in finding.message
     model, state = planned.init(named)()
     model, *_ = planned.step(model, state, jnp.ones((63, 16)))
     assert model.axis_name == "batch"
+
+
+@pytest.mark.parametrize("count", [5, 6, 7])
+def test_clusters_that_cannot_be_doubled_are_planned(count: int) -> None:
+    model, _ = shapes()
+    x = jax.ShapeDtypeStruct((840, 16), jnp.float32)
+    planned = sr.plan_training(squares, model, OPTIMIZER, (x, x), cluster=f"cuda:h100:{count}")
+    assert planned.candidates[0].fits
+    assert not [advice for advice in planned.report.advice if "devices" in advice.change]
+
+
+@pytest.mark.parametrize("name", ["_model_flops", "token_count", "_frontier", "_findings", "_of_larger_batch"])
+def test_what_is_said_about_a_plan_does_not_lose_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(answer, name, broken)
+    model, batch = shapes()
+    planned = sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:2", stages=1)
+    assert planned.candidates[0].fits
+    (finding,) = [finding for finding in planned.report.findings if finding.code == "not-said"]
+    assert finding.message.endswith("is unknown: RuntimeError: a bug")
+
+
+def test_stages_that_cannot_be_planned_do_not_lose_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(search: StageSearch) -> Any:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(StageSearch, "ordered", broken)
+    monkeypatch.setattr(StageSearch, "refusal", lambda search: "")
+    model, batch = shapes()
+    planned = sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:2")
+    assert planned.report.why_no_stages == "planning them failed: RuntimeError: a bug"
+    with pytest.raises(RuntimeError, match="a bug"):
+        sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:2", stages=2)
 
 
 def test_without_time_there_is_a_plan_all_the_same() -> None:
@@ -357,6 +445,15 @@ def test_without_time_there_is_a_plan_all_the_same() -> None:
         squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", memory_limit="30KiB", time_limit=1e-3
     )
     assert not planned.candidates[0].fits
+
+
+def test_without_time_meshes_that_pins_rule_out_are_passed_over() -> None:
+    model, batch = shapes()
+    pins = sr.RegexShardingRule([("0/layers/1/weight", P("model", None))])
+    options: dict[str, Any] = {"cluster": "cuda:h100:8", "pins": pins, "time_limit": 1e-9}
+    planned = sr.plan_training(squares, model, OPTIMIZER, batch, **options)
+    assert planned.plan.specs[0].layers[1].weight == P("model")
+    assert "time-is-up" in [finding.code for finding in planned.report.findings]
 
 
 def wide(model: Any, x: Any) -> Any:

@@ -15,6 +15,7 @@ from shardrules.cli.subject import make_plan, read_mesh
 from shardrules.cli.terminal import complain_of, show, working
 from shardrules.core.axes import mesh_text
 from shardrules.core.fields import whole_number
+from shardrules.core.finding import listing
 from shardrules.planning.answer.frontier import Frontier
 from shardrules.planning.answer.report import AutoPlanReport
 from shardrules.planning.autoplan import MESH_AXES, autoplan
@@ -95,6 +96,8 @@ def _run(args: argparse.Namespace) -> int:
         show(str(result))
         if report.frontier:
             show(f"\n{Frontier(report.name, report.mesh, report.frontier)}")
+        elif args.frontier:
+            show(listing(report.findings[len(result.findings) :]))
     return SUCCESS
 
 

@@ -1,8 +1,8 @@
 """What is worth knowing about a plan: findings and messages, from what the searches returned."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar, final
 
 import attrs
 from jax.sharding import PartitionSpec
@@ -29,8 +29,32 @@ _LARGE_CONSTANT = 2**20
 _SHOWN_ARRAYS = 5
 """How many arrays an error lists behind a bound: the largest, which usually take most of it."""
 
+_LONGEST_REASON = 300
+"""How many characters of an error a finding quotes, chosen by hand: those of JAX fill pages."""
+
 _SHOWN_PINS = 8
 """How many pinned arguments a finding lists: those that take most of the memory, as they come first."""
+
+
+_Remark = TypeVar("_Remark")
+
+
+@final
+@attrs.define(eq=False)
+class Remarks:
+    """What is said about a plan that is made. Where saying it fails, the plan is not lost, and a finding says why."""
+
+    findings: list[Finding] = attrs.field(factory=list, init=False)
+    """What could not be said, and why."""
+
+    def of(self, subject: str, compute: Callable[[], _Remark], default: _Remark) -> _Remark:
+        """Returns what a function computes; the default, and a finding, where it raises an error."""
+        try:
+            return compute()
+        except Exception as error:  # noqa: BLE001  whatever it is, it is in the plan's findings
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            self.findings.append(Finding("note", "not-said", f"{subject} is unknown: {reason:.{_LONGEST_REASON}}"))
+            return default
 
 
 @final
@@ -224,20 +248,24 @@ def near_the_limit(
 
 def does_not_fit_text(
     name: str,
-    mesh: AnyMesh,
+    devices: str,
     limit_bytes: int,
     bound: MemoryBound,
-    pinned_paths: Sequence[str],
-    free: MemoryBound | None,
+    pinned_paths: Sequence[str] = (),
+    free: MemoryBound | None = None,
+    *,
+    host_bytes: int = 0,
 ) -> str:
-    """Returns the message where a bound proves that no plan fits. `free` is the bound without pins."""
+    """Returns the message where a bound proves that no plan fits. `free` is the bound without pins; `host_bytes` are on
+    the host of each device, which the bound leaves out."""
     arrays = [f"{array.name} ({bytes_text(array.nbytes)})" for array in bound.arrays[:_SHOWN_ARRAYS]]
     if len(bound.arrays) > _SHOWN_ARRAYS:
         arrays.append(f"{len(bound.arrays) - _SHOWN_ARRAYS} more")
     pins = " with these pins" if pinned_paths else ""
+    hosts = f" and {bytes_text(host_bytes)} of its host" if host_bytes else ""
     text = (
-        f"{name} does not fit in {bytes_text(limit_bytes)} on {mesh_text(mesh)}{pins}: whatever its layouts, it needs "
-        f"at least {bytes_text(bound.nbytes)} {bound.operation}, for {', '.join(arrays)}"
+        f"{name} does not fit in {bytes_text(limit_bytes)} on {devices}{pins}: whatever its layouts, it needs "
+        f"at least {bytes_text(bound.nbytes)}{hosts} {bound.operation}, for {', '.join(arrays)}"
     )
     if free is not None and free.nbytes <= limit_bytes:
         sizes = {array.name: array.nbytes for array in bound.arrays}

@@ -28,8 +28,8 @@ class FrontierPoint:
     seconds: float
     """The modelled time of a call."""
     peak_bytes: int
-    price: float
-    """What one more byte would save, in seconds a call."""
+    price: float | None
+    """What one more byte would save, in seconds a call; `None` where that is unknown."""
 
 
 @final
@@ -58,7 +58,7 @@ class Frontier:
                 bytes_text(point.limit_bytes),
                 f"{1000 * point.seconds:.4g} ms",
                 bytes_text(point.peak_bytes),
-                f"{1000 * 2**30 * point.price:.3g} ms",
+                "" if point.price is None else f"{1000 * 2**30 * point.price:.3g} ms",
             )
             for point in self.points
         ]

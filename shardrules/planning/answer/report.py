@@ -13,6 +13,7 @@ from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.storage.records import SAVE_AGAIN, read_json, reading, record
 from shardrules.planning.answer.explain import RegionUse, SplitDim
+from shardrules.planning.answer.findings import Remarks
 from shardrules.planning.answer.frontier import FrontierPoint
 from shardrules.planning.answer.plan import AutoPlan, Candidate, CompiledPlan, Status
 from shardrules.planning.answer.version import FORMAT
@@ -63,6 +64,8 @@ class AutoPlanReport:
     @classmethod
     def of(cls, planned: AutoPlan, *, frontier: int = 0) -> Self:
         """Returns the report of a plan, with a frontier of so many budgets; each takes a search."""
+        remarks = Remarks()
+        points = remarks.of("what memory is worth", lambda: planned.frontier(frontier).points, ()) if frontier else ()
         return cls(
             planned.call.name,
             planned.plan.placements().mesh,
@@ -76,10 +79,10 @@ class AutoPlanReport:
             planned.price_of_memory,
             planned.split_dims,
             planned.regions,
-            planned.frontier(frontier).points if frontier else (),
+            points,
             planned.candidates,
             planned.compiled,
-            planned.findings,
+            (*planned.findings, *remarks.findings),
             planned.plan,
         )
 

@@ -1,7 +1,7 @@
 """What communicating costs on a mesh, by the same model as in audits, and what compilers for its devices do."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, final, get_args
 
 import attrs
@@ -140,12 +140,12 @@ def _sheet_name(mesh: AnyMesh) -> str | None:
 
 def _device_group(mesh: AnyMesh, axes: tuple[str, ...], mask: int, sheet: Hardware) -> Group:
     """The group of the first device along the axes of a bit mask: the other groups of a mesh look the same."""
-    group = _first_group(mesh, axes, mask)
     if not isinstance(mesh, Mesh):
-        # Without devices: hosts are filled in the order of the mesh.
-        per_host = sheet.devices_per_host or math.prod(mesh_sizes(mesh).values())
-        return Group(len(group), len(dict.fromkeys(int(position) // per_host for position in group)))
-    devices = mesh.devices.ravel()
+        sizes = mesh_sizes(mesh)
+        group_axes = [axis for index, axis in enumerate(axes) if mask >> index & 1]
+        per_host = sheet.devices_per_host or math.prod(sizes.values())
+        return Group(math.prod(sizes[axis] for axis in group_axes), _host_count(sizes, group_axes, per_host))
+    group, devices = _first_group(mesh, axes, mask), mesh.devices.ravel()
     host_count = len(dict.fromkeys(_host(devices[position]) for position in group))
     torus_dims, chip_devices = 0, 1
     if sheet.torus_dims and devices[0].platform == "tpu":
@@ -156,7 +156,24 @@ def _device_group(mesh: AnyMesh, axes: tuple[str, ...], mask: int, sheet: Hardwa
     return Group(len(group), host_count, torus_dims, chip_devices=chip_devices)
 
 
-def _first_group(mesh: AnyMesh, axes: tuple[str, ...], mask: int) -> list[int]:
+def _host_count(sizes: Mapping[str, int], group_axes: Sequence[str], per_host: int) -> int:
+    """On how many hosts the group of the first device along some axes is, if hosts are filled in the order of the mesh.
+
+    Not every device is looked at: a cluster may have a billion.
+    """
+    count, stride, positions = 1, 1, [0]
+    for axis, size in reversed([*sizes.items()]):
+        if axis in group_axes:
+            # After so many steps along the axis, what lies on each host repeats on others.
+            period = math.lcm(stride, per_host) // stride
+            steps = period if size % period == 0 else size
+            count *= size // steps
+            positions = [step * stride + position for step in range(steps) for position in positions]
+        stride *= size
+    return count * len(dict.fromkeys(position // per_host for position in positions))
+
+
+def _first_group(mesh: Mesh, axes: tuple[str, ...], mask: int) -> list[int]:
     """The positions of the devices that the axes of a bit mask join with the first."""
     group_axes = [axis for index, axis in enumerate(axes) if mask >> index & 1]
     sizes = mesh_sizes(mesh)

@@ -7,18 +7,18 @@ finest split over the whole mesh, or as pinned.
 """
 
 import functools
-import itertools
-import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 import attrs
+import jax
 from jax.sharding import PartitionSpec
 
 from shardrules.analysis.compiling.source import equation_line, short_line
-from shardrules.core.axes import mesh_sizes
+from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.spec import array_bytes, shard_bytes
-from shardrules.planning.graph.machine import Machine
+from shardrules.core.tree import array_kind
+from shardrules.mesh.divisors import prime_factors
 from shardrules.planning.traced.factors.table import is_elementwise
 from shardrules.planning.traced.program import Operation, TracedProgram
 
@@ -59,14 +59,39 @@ AT_REST = "for its arguments and results"
 
 
 def memory_bound(
-    program: TracedProgram, machine: Machine, paths: Sequence[str], pinned: Mapping[int, PartitionSpec]
+    program: TracedProgram,
+    sizes: Mapping[str, int],
+    hardware: Hardware,
+    paths: Sequence[str],
+    pinned: Mapping[int, PartitionSpec],
 ) -> MemoryBound:
-    """Returns the highest bound that holds for a function on a mesh, with these pins.
+    """Returns the highest bound that holds for a function on a mesh with axes of these sizes, with these pins.
 
     `paths` are the names of its arguments, `pinned` maps their indices to specs.
     """
-    splits, sizes = _Splits.of(program, machine), mesh_sizes(machine.mesh)
-    arguments: dict[int, BoundArray] = {}
+    narrows = hardware.torus_dims > 0
+    splits, arguments = _Splits.of(program, sizes, narrows), _arguments(program, sizes, paths, pinned)
+    bounds = [rest_bound(program, sizes, paths, pinned)]
+    for region in _loops(program):
+        lasting = [arguments[array] for array in _read_after(program, region) if array in arguments]
+        text = f"at the end of {_loop_text(program, region)}"
+        bounds.append(_bound(text, [*lasting, *_leaving(program, region, splits)]))
+    return max(bounds, key=lambda bound: bound.nbytes)
+
+
+def rest_bound(
+    program: TracedProgram, sizes: Mapping[str, int], paths: Sequence[str], pinned: Mapping[int, PartitionSpec]
+) -> MemoryBound:
+    """Returns the bound for arguments and results alone, which holds however the function computes in between."""
+    arguments = _arguments(program, sizes, paths, pinned).values()
+    return _bound(AT_REST, [*arguments, *_fresh_results(program, _Splits.of(program, sizes))])
+
+
+def _arguments(
+    program: TracedProgram, sizes: Mapping[str, int], paths: Sequence[str], pinned: Mapping[int, PartitionSpec]
+) -> dict[int, BoundArray]:
+    """Returns the arguments that a compiled program is given, by the indices of their arrays."""
+    splits, arguments = _Splits.of(program, sizes), dict[int, BoundArray]()
     for index, array in enumerate(program.arguments):
         # Arguments that are unused or only passed on need not be given to the compiled program at all.
         if all(program.operations[user].role == "return" for user, _ in program.users.get(array, ())):
@@ -75,13 +100,28 @@ def memory_bound(
         if index in pinned and not traced.on_host:
             nbytes = shard_bytes(traced.shape, traced.dtype, pinned[index], sizes)
         arguments[array] = BoundArray(paths[index], nbytes)
-    moments = [(AT_REST, [*arguments.values(), *_fresh_results(program, splits)])]
-    for region in _loops(program):
-        lasting = [arguments[array] for array in _read_after(program, region) if array in arguments]
-        moments.append((f"at the end of {_loop_text(program, region)}", [*lasting, *_leaving(program, region, splits)]))
-    operation, arrays = max(moments, key=lambda moment: sum(array.nbytes for array in moment[1]))
-    arrays.sort(key=lambda array: -array.nbytes)
-    return MemoryBound(sum(array.nbytes for array in arrays), operation, tuple(arrays))
+    return arguments
+
+
+def split_bytes(tree: Any, sizes: Mapping[str, int]) -> int:
+    """Returns the bytes of all arrays of a tree on a device, each split as finely as axes of these sizes can."""
+    ordered = _ordered(sizes)
+    kinds = filter(None, map(array_kind, jax.tree.leaves(tree)))
+    return sum(array_bytes(shape, dtype) // _most_pieces(shape, ordered) for shape, dtype in kinds)
+
+
+def _ordered(sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(sorted(size for size in sizes.values() if size > 1))
+
+
+def _bound(operation: str, arrays: Sequence[BoundArray]) -> MemoryBound:
+    ordered = sorted(arrays, key=lambda array: -array.nbytes)
+    return MemoryBound(sum(array.nbytes for array in ordered), operation, tuple(ordered))
+
+
+def prime_sizes(count: int) -> dict[str, int]:
+    """Returns the axes of the mesh of so many devices that splits arrays into the most pieces: none has factors."""
+    return {f"axis {index}": prime for index, prime in enumerate(prime_factors(count))}
 
 
 @final
@@ -97,12 +137,12 @@ class _Splits:
     """Whether the compiler may keep float32 as bfloat16, where nothing takes more of it. The one for TPUs does."""
 
     @classmethod
-    def of(cls, program: TracedProgram, machine: Machine) -> "_Splits":
-        groups = [
-            group for count in range(len(machine.sizes) + 1) for group in itertools.combinations(machine.sizes, count)
-        ]
-        counts = tuple(sorted(dict.fromkeys(map(math.prod, groups))))
-        return cls(program, machine.sizes, counts, machine.hardware.torus_dims > 0)
+    def of(cls, program: TracedProgram, sizes: Mapping[str, int], narrows: bool = False) -> "_Splits":
+        ordered = _ordered(sizes)
+        counts = {1: None}
+        for size in ordered:
+            counts |= {size * count: None for count in counts}
+        return cls(program, ordered, tuple(sorted(counts)), narrows)
 
     def whole_bytes(self, array: int) -> int:
         """Returns the bytes of an array on devices; 0 for tokens."""

@@ -196,11 +196,19 @@ class Task:
         problem = restrict(self.problem, keep)
         return attrs.evolve(self, problem=problem, occupancy=attrs.evolve(self.occupancy, problem=problem))
 
-    def within(self, limit_bytes: float, deadline: Deadline = NO_DEADLINE, met: Sequence[Trial] = ()) -> "SearchResult":
+    def within(
+        self,
+        limit_bytes: float,
+        deadline: Deadline = NO_DEADLINE,
+        met: Sequence[Trial] = (),
+        *,
+        shrinks: bool = True,
+    ) -> "SearchResult":
         """Finds the best choice that fits, or the one with the least memory where it finds none that fits.
 
-        `met` are the candidates and patterns of another search of the same problem: what is best in a pattern does not
-        depend on memory, so patterns are not weighed again.
+        Without `shrinks`, a search ends once it is certain that nothing fits, and the choice may take more. `met` are
+        the candidates and patterns of another search of the same problem: what is best in a pattern does not depend on
+        memory, so patterns are not weighed again.
         """
         start = time.monotonic()
         trials = Trials(self.occupancy, limit_bytes)
@@ -223,8 +231,10 @@ class Task:
             trials.add(solve(self.formulation, (), deadline).choice or ())
         if trials.best is None and not deadline.is_over and variable_count(self.problem) <= _SMALL:
             everything = [np.arange(len(node.layouts)) for node in self.problem.nodes]
-            self._empty(trials, everything, deadline, moments, Work(_EMPTY_WORK))
-        elif not is_close:  # where nothing can fit, what is left is to take less
+            self._empty(trials, everything, deadline, moments, Work(_EMPTY_WORK), shrinks=shrinks)
+        elif not is_close and (
+            shrinks or not budget.is_hopeless
+        ):  # where nothing can fit, what is left is to take less
             self._improve(trials, budget, deadline, moments)
             self._merge(trials, budget, deadline, moments)
         return _result(trials, budget, deadline.is_over, time.monotonic() - start)
@@ -450,9 +460,19 @@ class Task:
         return bound
 
     def _empty(
-        self, trials: Trials, keep: Sequence[np.ndarray], deadline: Deadline, moments: Mapping[int, None], work: Work
+        self,
+        trials: Trials,
+        keep: Sequence[np.ndarray],
+        deadline: Deadline,
+        moments: Mapping[int, None],
+        work: Work,
+        *,
+        shrinks: bool = True,
     ) -> None:
-        """Looks for what takes the least memory, where nothing that fits was found."""
+        """Looks for what takes the least memory, where nothing that fits was found.
+
+        Without `shrinks`, only until something fits, or nothing can.
+        """
         if trials.smallest is None:
             return
         # The smallest choice at the moments watched may be larger at others: those are watched in the next round.
@@ -465,7 +485,8 @@ class Task:
             ]
             if work.left <= 0:
                 break
-            choice, needed_bytes = least_memory(self.formulation, constraints, deadline, work)
+            enough_bytes = None if shrinks else trials.limit_bytes
+            choice, needed_bytes = least_memory(self.formulation, constraints, deadline, work, enough_bytes)
             if choice is None:
                 break
             if not strict_moments:
@@ -473,6 +494,8 @@ class Task:
             fullest = int(trials.add(_whole_indices(keep, choice)).timeline.argmax())
             least_peak = trials.smallest.peak_bytes
             if least_peak <= bound * (1 + CLOSE) or fullest in strict_moments or deadline.is_over:
+                break
+            if not shrinks and (trials.best is not None or bound > trials.limit_bytes):
                 break
             if fullest in watched:
                 strict_moments[fullest] = None

@@ -102,11 +102,13 @@ def least_memory(
     constraints: Sequence[MemoryConstraint],
     deadline: Deadline = NO_DEADLINE,
     work: Work | None = None,
+    enough_bytes: float | None = None,
 ) -> tuple[tuple[int, ...] | None, float]:
     """Finds a choice whose fullest moment is as empty as can be, among the moments of the constraints.
 
-    Limits do not matter. Returns the choice, or `None` if the time was up before any was met, and the bytes that the
-    fullest moment takes at least.
+    Limits do not matter. With `enough_bytes`, it ends once it is known whether the moment may be as empty as that.
+    Returns the choice, or `None` if the time was up before any was met, and the bytes that the fullest moment takes at
+    least.
     """
     program = _memory_program(formulation, constraints)
 
@@ -114,7 +116,8 @@ def least_memory(
         fullest = max(constraint.used_bytes(formulation.problem, choice) for constraint in constraints)
         return fullest / program.scales[0] if np.isfinite(formulation.problem.cost(choice)) else np.inf
 
-    answer = _whole_answer(formulation, program, deadline, value, CLOSE, work or Work())
+    enough = None if enough_bytes is None else enough_bytes / program.scales[0]
+    answer = _whole_answer(formulation, program, deadline, value, CLOSE, work or Work(), enough)
     return answer.choice, max(0.0, answer.bound * program.scales[0])
 
 
@@ -150,8 +153,12 @@ def _whole_answer(
     value: Callable[[tuple[int, ...]], float],
     gap: float,
     work: Work,
+    enough: float | None = None,
 ) -> _Answer:
-    """Solves a program in whole numbers by branch and bound; `value` is what a choice costs in it."""
+    """Solves a program in whole numbers by branch and bound; `value` is what a choice costs in it.
+
+    It ends where a choice costs no more than is `enough`, or none can.
+    """
     root = _relaxed(program, program.upper, deadline)
     if root.x is None:
         # Infeasible is a proof that nothing fits; anything else, above all the time limit, proves nothing.
@@ -163,6 +170,8 @@ def _whole_answer(
     work.left -= formulation.column_count
     branches = [_Branch(float(root.fun), 0, program.upper, root.x)]
     while branches and work.left > 0 and not deadline.is_over:
+        if enough is not None and (least <= enough or branches[0].bound > enough):
+            break
         branch = heapq.heappop(branches)
         # From the most promising branch straight down, to a choice; what is left aside on the way waits its turn.
         while branch is not None and branch.bound < least * (1 - gap):

@@ -6,6 +6,7 @@
   matmuls can, if no matmul needs their results, such as those of gradients of parameters.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Self, final
@@ -90,6 +91,11 @@ class Waiting:
             return op_index > self.matmuls[0]
         if op_index not in self.before:  # a gradient, of which others are computed later
             return op_index < self.matmuls[-1]
+        return self._has_others
+
+    @functools.cached_property
+    def _has_others(self) -> bool:
+        """Whether there are several matmuls that no other needs."""
         return sum(matmul not in self.before for matmul in self.matmuls) > 1
 
 

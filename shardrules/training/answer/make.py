@@ -1,5 +1,6 @@
 """From a search to the plan: its figures, why other candidates lost, and what would help."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -9,12 +10,11 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from shardrules.analysis.compiling.model_flops import model_matmuls
-from shardrules.core.axes import mesh_sizes, mesh_text
+from shardrules.core.axes import mesh_text
 from shardrules.core.callables import name_of
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
-from shardrules.core.spec import shard_bytes
-from shardrules.planning.answer.findings import machine_findings, near_the_limit, program_findings
+from shardrules.planning.answer.findings import Remarks, machine_findings, near_the_limit, program_findings
 from shardrules.planning.answer.frontier import FrontierPoint
 from shardrules.planning.answer.plan import AutoPlan
 from shardrules.planning.run.replay import NEAR_RATIO
@@ -23,7 +23,7 @@ from shardrules.training.answer.prove import Proofs, fastest_of_all, plans_to_pr
 from shardrules.training.answer.report import Advice, TrainingCandidate, TrainingPlanReport
 from shardrules.training.answer.tokens import token_count
 from shardrules.training.keep.flat import flattened
-from shardrules.training.search.problem import Outcome, TrainingProblem, plan_once
+from shardrules.training.search.problem import Outcome, TrainingProblem, argument_bytes, plan_once
 from shardrules.training.search.search import TrainingSearch
 from shardrules.training.search.staged import search_again
 from shardrules.training.stages.run import is_stage_exchange
@@ -64,7 +64,11 @@ def training_plan(search: TrainingSearch, chosen: Outcome | None = None, proofs:
     assert outcome is not None, "something was planned"
     planned = outcome.plan(problem)
     step = problem.step_of(outcome.recipe)
-    flops, peak = _model_flops(problem)
+    remarks = Remarks()
+    flops, peak = remarks.of("the FLOPs of the model", lambda: _model_flops(problem), (0, 0.0))
+    regions = remarks.of("how regions run", lambda: planned.regions, ())
+    advice = _advice(search, outcome, remarks)
+    findings = remarks.of("what else is worth knowing", lambda: tuple(_findings(search, outcome, planned, proofs)), ())
     report = TrainingPlanReport(
         name_of(problem.step.loss),
         problem.cluster.name,
@@ -78,7 +82,7 @@ def training_plan(search: TrainingSearch, chosen: Outcome | None = None, proofs:
         planned.cost,
         problem.loss.batch_size,
         *problem.loss.split.example_arrays,
-        token_count(problem.loss),
+        remarks.of("the number of tokens", lambda: token_count(problem.loss), 0),
         flops,
         peak,
         outcome.peak_bytes,
@@ -87,12 +91,12 @@ def training_plan(search: TrainingSearch, chosen: Outcome | None = None, proofs:
         _host_memory(planned, outcome),
         planned.host_traffic.exchanged_bytes,
         tuple(planned.sent_bytes.items()),
-        planned.split_dims,
-        tuple(use for use in planned.regions if outcome.recipe.stages == 1 or not is_stage_exchange(use.name)),
+        remarks.of("along which dims the plan splits", lambda: planned.split_dims, ()),
+        tuple(use for use in regions if outcome.recipe.stages == 1 or not is_stage_exchange(use.name)),
         tuple(_candidates(search, outcome, is_proved=proofs is not None and proofs.fits)),
-        _frontier(search),
-        tuple(_advice(search, outcome)),
-        (*_findings(search, outcome, planned, proofs),),
+        remarks.of("what memory is worth", lambda: _frontier(search), ()),
+        advice,
+        (*findings, *remarks.findings),
         planned.plan,
         outcome.recipe.stages,
         "" if outcome.recipe.stages > 1 else search.why_no_stages,
@@ -123,13 +127,7 @@ def _scalar(jaxpr: Any) -> Any:
 
 def _memory(planned: AutoPlan, outcome: Outcome) -> tuple[tuple[str, int], ...]:
     """Returns the bytes of a device at the peak, by category."""
-    sizes = mesh_sizes(planned.mesh)
-    by_argument = [0] * len(planned.args)
-    call = planned.call
-    for array, spec, owner, is_on_host in zip(
-        call.structs, planned.specs, call.argument_indices, call.on_host, strict=True
-    ):
-        by_argument[owner] += 0 if is_on_host else shard_bytes(array.shape, array.dtype, spec, sizes)
+    by_argument = argument_bytes(planned)
     rest = max(0, outcome.peak_bytes - sum(by_argument))
     names = ("model", "optimizer state", "batch")
     return (*zip(names, by_argument, strict=True), ("activations, gradients and temporaries", rest))
@@ -202,24 +200,35 @@ def _reason(search: TrainingSearch, outcome: Outcome, chosen: Outcome) -> str:
     if outcome.host_bytes > host_limit:
         return f"does not fit on the host: {bytes_text(outcome.host_bytes)} of {bytes_text(host_limit)} for each device"
     if not outcome.fits:
+        most = outcome.most_bytes
+        if outcome.peak_bytes <= limit < most:
+            put_off = " if the compiler puts off all matmuls that nothing waits for"
+            return f"may not fit: {bytes_text(most)} of {bytes_text(limit)}{put_off}"
         return f"does not fit: {bytes_text(outcome.peak_bytes)} of {bytes_text(limit)}"
     ratio = outcome.seconds / chosen.seconds if chosen.seconds else 1.0
     return f"slower by {100 * (ratio - 1):.1f} %" if ratio >= 1 + _SHOWN else "as fast, with more axes, steps or memory"
 
 
 def _frontier(search: TrainingSearch) -> tuple[FrontierPoint, ...]:
-    """Returns the plans that no other beats in both time and memory, the smallest first."""
+    """Returns the plans that no other beats in both time and memory, the smallest first.
+
+    More memory is worth what the next of them saves. Beyond the last, nothing was planned.
+    """
     points = {
         (int(trial.peak_bytes) + outcome.paired_bytes, trial.cost)
         for outcome in (*search.outcomes.values(), *search.free.values(), *search.columns.values())
         if outcome.result is not None
         for trial in outcome.result.candidates
     }
-    front: list[FrontierPoint] = []
+    front: list[tuple[int, float]] = []
     for peak_bytes, seconds in sorted(points):
-        if not front or seconds < front[-1].seconds:
-            front.append(FrontierPoint(peak_bytes, seconds, peak_bytes, 0.0))
-    return tuple(front)
+        if not front or seconds < front[-1][1]:
+            front.append((peak_bytes, seconds))
+    slopes = [(slow - fast) / (large - small) for (small, slow), (large, fast) in itertools.pairwise(front)]
+    return tuple(
+        FrontierPoint(peak_bytes, seconds, peak_bytes, price)
+        for (peak_bytes, seconds), price in zip(front, [*slopes, None], strict=False)
+    )
 
 
 _SHOWN = 5e-4
@@ -229,40 +238,47 @@ _HELPS = 1.01
 """How many times the examples a second a change has to give to be shown: less is within what models are off by."""
 
 
-def _advice(search: TrainingSearch, chosen: Outcome) -> Iterator[Advice]:
-    """Yields what more memory, a larger batch and more devices would give, the best first: each is planned."""
-    problem, rows = search.problem, []
+def _advice(search: TrainingSearch, chosen: Outcome, remarks: Remarks) -> tuple[Advice, ...]:
+    """Returns what more memory, a larger batch and more devices would give, the best first: each is planned."""
+    problem = search.problem
     free = search.free.get(chosen.shape)
     examples = problem.loss.batch_size
     before = examples / chosen.seconds if chosen.seconds else math.inf
     others: list[tuple[str, Outcome, int]] = []
     if free is not None and not free.fits and free.result is not None and free.seconds < chosen.seconds:
         others.append(("memory for everything", free, examples))
-    for change, other in _changes(problem, chosen):
-        if search.is_over:
+    cluster = remarks.of("what more devices would give", problem.cluster.doubled, None)
+    changes = [(f"a batch of {2 * examples} examples", lambda: _of_larger_batch(problem))]
+    if cluster is not None:
+        changes.append((f"{cluster.count} devices", lambda: attrs.evolve(problem, cluster=cluster)))
+    for change, other in changes:
+        if not search.has_time:
             break
-        try:
-            outcome = plan_once(other, *_scaled(problem, other, chosen), search.limit_bytes, deadline=search.deadline)
-        except Exception:  # noqa: BLE001  a loss may be written for one number of examples
-            continue
-        if outcome.fits:
-            others.append((change, outcome, other.loss.batch_size))
-    for change, outcome, count in others:
-        rate = count / outcome.seconds if outcome.seconds else math.inf
-        if rate > before * _HELPS:
-            rows.append(Advice(change, outcome.seconds, rate, outcome.peak_bytes, rate / before))
-    yield from sorted(rows, key=lambda row: -row.gain)
+        # A loss may be written for one number of examples.
+        outcome = remarks.of(
+            f"what {change} would give", lambda other=other: _planned_as(search, other(), chosen), None
+        )
+        if outcome is not None and outcome.fits:
+            others.append((change, outcome, examples * (1 + (change == changes[0][0]))))
+    rates = [(change, outcome, count / outcome.seconds) for change, outcome, count in others if outcome.seconds]
+    rows = [
+        Advice(change, outcome.seconds, rate, outcome.peak_bytes, rate / before)
+        for change, outcome, rate in rates
+        if rate > before * _HELPS
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.gain))
 
 
-def _changes(problem: TrainingProblem, chosen: Outcome) -> Iterator[tuple[str, TrainingProblem]]:
-    """Yields other set-ups: twice the batch, and twice the devices."""
+def _of_larger_batch(problem: TrainingProblem) -> TrainingProblem:
+    """Returns the problem with twice the batch."""
     leaves = problem.loss.split
     step = attrs.evolve(problem.step, example_dims=leaves.named_example_dims)
-    examples = 2 * leaves.batch_size
-    yield f"a batch of {examples} examples", attrs.evolve(problem, step=step, batch=leaves.resized(examples))
-    cluster = problem.cluster.doubled()
-    if cluster is not None:
-        yield f"{cluster.count} devices", attrs.evolve(problem, cluster=cluster)
+    return attrs.evolve(problem, step=step, batch=leaves.resized(2 * leaves.batch_size))
+
+
+def _planned_as(search: TrainingSearch, other: TrainingProblem, chosen: Outcome) -> Outcome:
+    """Plans another set-up on the mesh and with the recipe of the plan."""
+    return plan_once(other, *_scaled(search.problem, other, chosen), search.limit_bytes, deadline=search.deadline)
 
 
 def _scaled(problem: TrainingProblem, other: TrainingProblem, chosen: Outcome) -> tuple[tuple[int, ...], Recipe]:
@@ -301,7 +317,7 @@ def _findings(search: TrainingSearch, outcome: Outcome, planned: AutoPlan, proof
             "whole-batch",
             "microbatches would take less memory, and are none: " + " ".join(search.problem.split_refusal.split()),
         )
-    if search.is_late:
+    if search.is_late or search.is_cut:
         yield Finding(
             "warning",
             "time-is-up",

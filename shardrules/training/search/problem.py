@@ -3,20 +3,26 @@
 import functools
 import math
 import time
+from collections.abc import Mapping
 from typing import Any, final
 
 import attrs
 import jax
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
+from shardrules.core.callables import name_of
 from shardrules.core.errors import DoesNotFitError, MeshError, MicrobatchError, PlanError, UnknownAxisError
 from shardrules.core.fields import read_bytes
+from shardrules.core.spec import shard_bytes
 from shardrules.core.tree import array_kind
+from shardrules.planning.answer.findings import does_not_fit_text
 from shardrules.planning.answer.plan import AutoPlan
-from shardrules.planning.query import Query, QueryOptions, memory_limit, read_query
-from shardrules.planning.run.call import axis_names_of
+from shardrules.planning.query import Query, QueryOptions, memory_limit, pinned_specs, read_query
+from shardrules.planning.run.call import axis_names_of, read_call
 from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
+from shardrules.planning.solve.proof import prime_sizes, rest_bound, split_bytes
 from shardrules.planning.solve.search import SearchResult
+from shardrules.planning.traced.program import read_jaxpr
 from shardrules.training.batch import ExampleDims
 from shardrules.training.cluster import Cluster, Shape
 from shardrules.training.host_state import array_bytes, host_state
@@ -35,6 +41,10 @@ REFUSALS = (DoesNotFitError, MeshError, MicrobatchError, PlanError, UnknownAxisE
 that a mesh lacks, microbatches that would tear examples apart."""
 
 
+_KEPT_QUERIES = 3
+"""How many queries are kept, chosen by hand: each holds a traced step, of many megabytes for hundreds of layers."""
+
+
 @final
 @attrs.frozen(eq=False)
 class TrainingProblem:
@@ -50,13 +60,70 @@ class TrainingProblem:
     """The most memory of its host that a device may use; by default as much as it has itself."""
     _keep_choices: dict[tuple[int, bool, bool], tuple[Keep, ...]] = attrs.field(factory=dict, init=False, repr=False)
     """What microbatches may keep, for their number, whether hosts have memory, and whether layers are in stages."""
+    _queries: dict[tuple[Shape, Recipe], Query] = attrs.field(factory=dict, init=False, repr=False)
 
-    def query(self, shape: Shape, recipe: Recipe) -> Query:
-        """Traces the step with a recipe, and builds the choices of its layouts on a mesh."""
+    def check_possible(self) -> None:
+        """Raises `DoesNotFitError` if no mesh and no recipe can have the step's arguments in memory.
+
+        The state may be on hosts, as far as they have room for it.
+        """
+        mesh, sizes, trees = self.cluster.mesh, self._finest_sizes, (self.model, self.state, self.batch)
+        pins = None if mesh is None else self.options.pins  # of several meshes, each may have what pins name
+        # What is cheap to know comes first: without pins, arguments are no larger than all arrays.
+        state_bytes = split_bytes(self.state, sizes)
+        if pins is None and self.rest_bytes - min(state_bytes, self.host_limit_bytes) <= self.limit_bytes:
+            return
+        step = self.step_of(self.step.recipe)
+        call = read_call(step, trees, self.mesh, name_of(self.step.loss))
+        pinned = {} if mesh is None else pinned_specs(step, trees, pins, mesh)
+        bound = rest_bound(read_jaxpr(call.jaxpr), sizes, call.paths, pinned)
+        owners = dict(zip(call.paths, call.argument_indices, strict=True))
+        state_bytes = sum(array.nbytes for array in bound.arrays if owners.get(array.name) == 1)
+        host_bytes = min(state_bytes, self.host_limit_bytes)
+        bound = attrs.evolve(bound, nbytes=bound.nbytes - host_bytes)
+        if bound.nbytes > self.limit_bytes:
+            paths = [call.paths[index] for index in pinned]
+            text = does_not_fit_text(
+                call.name, self.cluster.name, self.limit_bytes, bound, paths, host_bytes=host_bytes
+            )
+            raise DoesNotFitError(text, bound.nbytes)
+
+    @functools.cached_property
+    def rest_bytes(self) -> int:
+        """The bytes of model, state and batch on a device, each array split as finely as a mesh can."""
+        return split_bytes((self.model, self.state, self.batch), self._finest_sizes)
+
+    @property
+    def _finest_sizes(self) -> Mapping[str, int]:
+        """The axes of the only mesh, or of one that splits finer than any other."""
+        mesh = self.cluster.mesh
+        return prime_sizes(self.cluster.count) if mesh is None else mesh_sizes(mesh)
+
+    def query(self, shape: Shape, recipe: Recipe, *, check: bool = False) -> Query:
+        """Traces the step with a recipe, and builds the choices of its layouts on a mesh; `check` as `read_query`.
+
+        What was read is kept, until it is forgotten: plans within a limit often follow such without.
+        """
+        key = shape, recipe
+        query = self._queries.pop(key, None)
+        if query is None:
+            query = self._read_query(shape, recipe, check)
+        elif check:
+            query.check_possible()
+        self._queries[key] = query
+        return query
+
+    def forget(self, best: "Outcome | None") -> None:
+        """Forgets queries, but for the last few and that of the best plan, for which it is read once."""
+        for key in [*self._queries][:-_KEPT_QUERIES]:
+            if best is None or key != (best.shape, best.recipe):
+                del self._queries[key]
+
+    def _read_query(self, shape: Shape, recipe: Recipe, check: bool) -> Query:
         step = self.step_of(recipe)
         args = self.model, self.state, self.batch
         mesh = self.cluster.mesh_of(shape, recipe.stages)
-        query = read_query(step, args, mesh, self.options, self.on_host(recipe))
+        query = read_query(step, args, mesh, self.options, self.on_host(recipe), check=check)
         if recipe.stages == 1:
             return query
         left = stage_layouts(query.task.problem, recipe.stages, recipe.rounds)
@@ -202,12 +269,21 @@ class Outcome:
     batch_splits: int = 1
     """Over how many devices the batch is split."""
     planning_seconds: float = 0.0
+    read_seconds: float = 0.0
+    """How long it took to trace the step and to read its layouts."""
+    argument_bytes: int = 0
+    """What model, state and batch take of a device."""
     host_bytes: int = 0
     """What a device has in the memory of its host."""
     paired_bytes: int = 0
     """The part of `peak_bytes` that the layouts say nothing of: what rounds of loops take that run in pairs."""
     compute_seconds: float = 0.0
     """The part of `seconds` in which devices compute."""
+
+    @property
+    def most_bytes(self) -> int:
+        """The peak where the compiler puts off all matmuls that nothing waits for: the search counts that."""
+        return self.peak_bytes if self.result is None else int(self.result.peak_bytes) + self.paired_bytes
 
     def plan(self, problem: TrainingProblem) -> AutoPlan:
         """Returns the plan of the step."""
@@ -223,13 +299,16 @@ def plan_once(
     limit_bytes: float,
     is_free: bool = False,
     deadline: Deadline = NO_DEADLINE,
+    *,
+    shrinks: bool = False,
 ) -> Outcome:
-    """Plans on one mesh with one recipe, within a limit of memory, or for time alone if it `is_free`."""
+    """Plans on one mesh with one recipe, within a limit of memory, or for time alone if it `is_free`.
+
+    `shrinks` is as `Task.within` takes it; without it, what certainly does not fit is refused.
+    """
     start = time.monotonic()
     try:
-        query = problem.query(shape, recipe)
-        if not is_free:
-            query.check_possible()
+        query = problem.query(shape, recipe, check=not is_free and not shrinks)
     except REFUSALS as error:
         needed = error.needed_bytes if isinstance(error, DoesNotFitError) else 0
         text = mesh_text(problem.cluster.abstract_mesh(shape, recipe.stages))
@@ -238,14 +317,16 @@ def plan_once(
         return Outcome(shape, text, recipe, None, float("inf"), needed, False, " ".join(str(error).split()))
     is_paired, program = pairs_rounds(problem.cluster, recipe), query.task.problem.program
     least_bytes = least_paired_bytes(program, recipe, problem.cluster.count) if is_paired else 0
-    result = query.task.within(float("inf") if is_free else max(0.0, limit_bytes - least_bytes), deadline)
+    read_seconds = time.monotonic() - start
+    limit = float("inf") if is_free else max(0.0, limit_bytes - least_bytes)
+    result = query.task.within(limit, deadline, shrinks=shrinks)
     if not result.choice and query.task.problem.nodes:
         return Outcome(shape, mesh_text(query.mesh), recipe, None, float("inf"), 0, False, "no time was left")
     plan = query.plan(result)
     more_bytes = paired_bytes(plan, recipe) if is_paired else 0
     if not is_free and result.fits and result.peak_bytes + more_bytes > limit_bytes:
         # What goes round twice is larger in these layouts than at the least: leave room for it.
-        result = query.task.within(max(0.0, limit_bytes - more_bytes), deadline)
+        result = query.task.within(max(0.0, limit_bytes - more_bytes), deadline, shrinks=shrinks)
         plan = query.plan(result)
         more_bytes = paired_bytes(plan, recipe)
     batch_splits = _batch_splits(plan, problem.loss.split.example_dims)
@@ -262,10 +343,23 @@ def plan_once(
         result.fits and result.peak_bytes + more_bytes <= limit_bytes and host_bytes <= problem.host_limit_bytes,
         batch_splits=batch_splits,
         planning_seconds=time.monotonic() - start,
+        read_seconds=read_seconds,
+        argument_bytes=sum(argument_bytes(plan)),
         host_bytes=host_bytes,
         paired_bytes=more_bytes,
         compute_seconds=plan.step_time.compute_seconds,
     )
+
+
+def argument_bytes(plan: AutoPlan) -> list[int]:
+    """Returns what each argument of a planned step takes of a device."""
+    sizes, call = mesh_sizes(plan.mesh), plan.call
+    by_argument = [0] * len(plan.args)
+    for array, spec, owner, is_on_host in zip(
+        call.structs, plan.specs, call.argument_indices, call.on_host, strict=True
+    ):
+        by_argument[owner] += 0 if is_on_host else shard_bytes(array.shape, array.dtype, spec, sizes)
+    return by_argument
 
 
 def _batch_splits(plan: AutoPlan, example_dims: ExampleDims) -> int:

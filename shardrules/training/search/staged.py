@@ -49,6 +49,7 @@ def search_plans(search: TrainingSearch) -> None:
     if search.stages in (None, 1):
         search.run()
     StageSearch(search).run()
+    search.shrink()
 
 
 def search_again(search: TrainingSearch, factor: float) -> bool:
@@ -102,7 +103,16 @@ class StageSearch:
 
     def run(self) -> None:
         """Plans, and notes why the best plan has no stages."""
-        self.search.why_no_stages = "stages=1" if self.search.stages == 1 else self.planned()
+        self.search.why_no_stages = "stages=1" if self.search.stages == 1 else self.outcome_text()
+
+    def outcome_text(self) -> str:
+        """As `planned`. Where stages are not asked for, an error does not lose the plans without them."""
+        if self.search.stages is not None:
+            return self.planned()
+        try:
+            return self.planned()
+        except Exception as error:  # noqa: BLE001  the plan says what it is
+            return _failure_text(error)
 
     def planned(self) -> str:
         """Plans, and says why the best plan has no stages; empty where it has some."""
@@ -122,17 +132,13 @@ class StageSearch:
                 continue
             if search.count >= most_count or search.deadline.seconds_left <= 2 * search.longest_seconds:
                 break
-            failure = self.failure(staging)
-            if failure:
-                return failure
+            self.plan(staging)
         for staging, seconds in self.chunked():
             best = search.best
             if search.count >= most_count + more or search.deadline.seconds_left <= 2 * search.longest_seconds:
                 break
             if best is None or seconds < best.seconds:
-                failure = self.failure(staging)
-                if failure:
-                    return failure
+                self.plan(staging)
         if search.best is not None and search.best.recipe.stages > 1:
             return ""
         return self.why_not(stagings[0], least)
@@ -149,16 +155,6 @@ class StageSearch:
         turns = itertools.zip_longest(*by_count.values())
         return [staging for turn in turns for staging in turn if staging is not None]
 
-    def failure(self, staging: Staging) -> str:
-        """Plans a set-up, and says why that failed; empty where it did not."""
-        try:
-            self.plan(staging)
-        except Exception as error:
-            if self.search.stages is not None:
-                raise
-            return _failure_text(error)
-        return ""
-
     def refusal(self) -> str:
         """Why layers cannot be in stages; empty where they can."""
         problem = self.problem
@@ -170,10 +166,6 @@ class StageSearch:
             return "" if problem.layer_count > 1 else "the model has one layer"
         except MicrobatchError as error:
             return str(error)
-        except Exception as error:
-            if self.search.stages is not None:
-                raise
-            return _failure_text(error)
 
     def chunked(self) -> list[tuple[Staging, float]]:
         """The set-ups planned on the fastest mesh, with chunks, and what they take if only waiting differs."""

@@ -1,5 +1,8 @@
 """Meshes as the planner sees them: groups of axes, and what collectives over them cost."""
 
+import itertools
+import math
+
 import attrs
 import numpy as np
 import pytest
@@ -7,7 +10,7 @@ import pytest
 import shardrules as sr
 from shardrules.analysis.costs.collective import Group, collective_cost
 from shardrules.analysis.machine.hardware import Hardware
-from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Machine, hardware_of, has_sheet
+from shardrules.planning.graph.machine import COLLECTIVE_KINDS, Machine, _host_count, hardware_of, has_sheet
 from tests.analysis.programs import CUDA, TPU, mesh_on
 
 H100 = sr.Hardware.named("cuda:h100")
@@ -112,3 +115,13 @@ def test_latency_grows_with_the_group() -> None:
         fixed = [plan.rates[kind].fixed[1] for plan in (pair, inside, across)]
         assert fixed == sorted(fixed)
         assert fixed[2] > fixed[1] + H100.network_latency_seconds / 10
+
+
+def test_hosts_of_groups_are_as_by_counting() -> None:
+    for sizes in itertools.product((1, 2, 3, 4, 12), repeat=3):
+        by_name = dict(zip("abc", sizes, strict=True))
+        for axes in ((), ("a",), ("b",), ("c",), ("a", "b"), ("a", "c"), ("b", "c"), ("a", "b", "c")):
+            index = tuple(slice(None) if axis in axes else 0 for axis in by_name)
+            positions = np.arange(math.prod(sizes)).reshape(sizes)[index].ravel()
+            for per_host in (1, 3, 8):
+                assert _host_count(by_name, axes, per_host) == len(np.unique(positions // per_host))

@@ -10,8 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.planning.graph.machine import Machine
-from shardrules.planning.solve.proof import MemoryBound, memory_bound
+from shardrules.planning.solve.proof import MemoryBound, memory_bound, prime_sizes, split_bytes
 from shardrules.planning.traced.program import read_jaxpr
 
 LAYERS, ROWS, WIDTH = 6, 2**10, 64
@@ -27,8 +26,8 @@ def bound_of(
     hardware: str = "cuda:h100",
 ) -> MemoryBound:
     program = read_jaxpr(jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]))
-    machine = Machine.of(sr.mesh_shape(mesh), sr.Hardware.named(hardware))
-    return memory_bound(program, machine, [f"argument{index}" for index in range(len(shapes))], pins or {})
+    paths = [f"argument{index}" for index in range(len(shapes))]
+    return memory_bound(program, dict(sr.mesh_shape(mesh).shape), sr.Hardware.named(hardware), paths, pins or {})
 
 
 def scanned(w: Any, x: Any) -> Any:
@@ -48,6 +47,18 @@ def test_arguments_count_at_their_finest_split() -> None:
     assert bound.nbytes == 4 * (64 * 6 // 8 + 3 * 64 // 8)
     assert [array.name for array in bound.arrays] == ["argument0", "argument1"]
     assert bound_of(lambda w: jnp.sum(w), (6, 3), mesh="x:4,y:2").nbytes == 4 * 6 * 3 // 2
+
+
+def test_no_mesh_splits_finer_than_one_of_primes() -> None:
+    assert prime_sizes(1) == {}
+    assert list(prime_sizes(24).values()) == [2, 2, 2, 3]
+    model = jax.ShapeDtypeStruct((6, 5), jnp.float32), jax.ShapeDtypeStruct((7,), jnp.float32), 1.0
+    assert split_bytes(model, prime_sizes(24)) == 4 * (5 + 7)
+    for mesh in ("x:24", "x:12,y:2", "x:6,y:4", "x:8,y:3", "x:2,y:3,z:4"):
+        assert split_bytes(model, dict(sr.mesh_shape(mesh).shape)) >= 4 * (5 + 7)
+    assert split_bytes(jax.ShapeDtypeStruct((2**14, 5**6, 4), jnp.int8), prime_sizes(10**9)) == 2**16 * 5**6 // (
+        2**9 * 5**6
+    )
 
 
 def test_pinned_arguments_count_as_pinned() -> None:

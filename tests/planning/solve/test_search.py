@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.planning.graph.machine import Machine
 from shardrules.planning.graph.restrict import restrict, variable_count
-from shardrules.planning.solve import search
+from shardrules.planning.solve import search, solver
 from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.planning.solve.price import Budget
 from shardrules.planning.solve.search import SearchResult, Task
@@ -201,3 +201,27 @@ def test_parts_are_searched_where_nothing_can_fit(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Task, "_improve", lambda self, trials, *_: answers.append(int(trials.smallest.peak_bytes)))
     result = random_task(12).within(0.0)
     assert answers == [int(result.peak_bytes)]
+
+
+@pytest.mark.parametrize("seed", [*TIGHT, *LOOSE])
+def test_searches_that_do_not_shrink_find_the_same_where_something_fits(seed: int) -> None:
+    task = random_task(seed)
+    for part in PARTS:
+        limit = budget(task, part)
+        plain, quick = task.within(limit), task.within(limit, shrinks=False)
+        assert plain.fits == quick.fits
+        assert not plain.fits or plain.choice == quick.choice
+
+
+@pytest.mark.parametrize("seed", TIGHT)
+def test_searches_that_do_not_shrink_end_once_nothing_can_fit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = random_task(seed)
+    limit = 0.9 * task.within(0.0).peak_bytes
+    counts = []
+    relaxed = solver._relaxed
+    for shrinks in (True, False):
+        calls: list[int] = []
+        monkeypatch.setattr(solver, "_relaxed", lambda *args, calls=calls: calls.append(1) or relaxed(*args))
+        assert not task.within(limit, shrinks=shrinks).fits
+        counts.append(len(calls))
+    assert counts[1] <= counts[0]

@@ -12,9 +12,9 @@ from shardrules.planning.graph.machine import Assumptions
 from shardrules.planning.query import QueryOptions
 from shardrules.planning.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.training.cluster import Cluster
-from shardrules.training.search.problem import TrainingProblem
+from shardrules.training.search.problem import TrainingProblem, plan_once
 from shardrules.training.search.search import TrainingSearch, first_fitting
-from shardrules.training.search.staged import search_again
+from shardrules.training.search.staged import search_again, search_plans
 from shardrules.training.step import TrainingStep
 
 OPTIMIZER = optax.adam(1e-3)
@@ -54,6 +54,42 @@ def test_a_search_out_of_time_has_one_plan_and_says_so() -> None:
     assert search.is_late
     assert len(search.free) == 1
     assert search.best is not None
+
+
+def test_one_mesh_is_planned_until_something_fits_before_others_are() -> None:
+    limit = 3 * 2**20
+    search = TrainingSearch(problem_on("cuda:h100:8", limit), None, 1, NO_DEADLINE, lambda text: None)
+    search.most_count = 3
+    search.run()
+    assert search.count == 3
+    ((shape, free),) = search.free.items()
+    assert shape == (8,)
+    assert free.peak_bytes > limit > free.argument_bytes > 0
+    assert search.best is not None
+    assert search.best.seconds < 1.5 * free.seconds
+
+
+def test_what_does_not_fit_is_planned_for_the_least_memory() -> None:
+    limit = problem_on("cuda:h100:2").cluster.count * 2**16
+    search = TrainingSearch(problem_on("cuda:h100:2", limit), 1, 1, NO_DEADLINE, lambda text: None)
+    search_plans(search)
+    assert search.best is None
+    smallest = search.smallest
+    assert smallest is not None
+    assert smallest.peak_bytes < min(outcome.peak_bytes for outcome in search.free.values())
+    again = plan_once(
+        search.problem, smallest.shape, search.recipe(1, 1, len(search.problem.keeps(1)) - 1), 0.0, shrinks=True
+    )
+    assert smallest.peak_bytes <= again.peak_bytes * 1.001
+
+
+def test_plans_are_cut_in_time_for_the_answer() -> None:
+    search = TrainingSearch(problem_on("cuda:h100:8"), None, 1, Deadline.after(1000), lambda text: None)
+    search.answer_seconds = search.longest_seconds = 400
+    assert not search.is_over
+    search.answer_seconds = 700
+    assert search.is_over
+    assert search.is_late
 
 
 def test_meshes_are_left_that_cannot_be_better() -> None:
