@@ -23,6 +23,7 @@ from shardrules.analysis.compiling.jaxprs import CHECKPOINTS, scan_counts
 from shardrules.analysis.compiling.model_flops import equation_flops
 from shardrules.planning.traced.calls import InlinedCall, open_jaxpr
 from shardrules.planning.traced.factors.table import Factors, op_factors
+from shardrules.regions.function import pallas_flops
 
 Role: TypeAlias = Literal["compute", "enter", "join", "exit", "leave", "fixed", "opaque", "return"]
 """What an operation is: an equation (`compute`), a constraint of the user (`fixed`), a `shard_map` (`opaque`) or a
@@ -236,12 +237,16 @@ class _JaxprReader:
         def array_of(var: Any) -> int | None:
             return None if isinstance(var, Constant) else arrays[var]
 
+        used = {id(var) for equation in jaxpr.eqns for var in equation.invars} | {id(var) for var in jaxpr.outvars}
         for equation in jaxpr.eqns:
-            results = self.read_equation(equation, [array_of(var) for var in equation.invars], region)
+            unused = [id(var) not in used for var in equation.outvars]
+            results = self.read_equation(equation, [array_of(var) for var in equation.invars], unused, region)
             arrays.update(zip(equation.outvars, results, strict=True))
         return [array_of(var) for var in jaxpr.outvars]
 
-    def read_equation(self, equation: Any, operands: list[int | None], region: int) -> list[int | None]:
+    def read_equation(
+        self, equation: Any, operands: list[int | None], unused: Sequence[bool], region: int
+    ) -> list[int | None]:
         name = equation.primitive.name
         # Calls are counted, too, and before what is inside of them: the replay does the same.
         equation_index, self.equation_count = self.equation_count, self.equation_count + 1
@@ -259,7 +264,7 @@ class _JaxprReader:
         read_loop = {"scan": self.read_scan, "while": self.read_while, "cond": self.read_cond}.get(name)
         if read_loop is not None:
             return read_loop(equation, equation_index, operands, region)
-        return self.read_operation(equation, equation_index, operands, region)
+        return self.read_operation(equation, equation_index, operands, unused, region)
 
     def constrain(self, shardings: Sequence[Any], arrays: list[int | None], region: int) -> list[int | None]:
         """Adds the constraints that an inner `jit` has on its arguments or results."""
@@ -275,7 +280,7 @@ class _JaxprReader:
         return constrained
 
     def read_operation(
-        self, equation: Any, equation_index: int, operands: list[int | None], region: int
+        self, equation: Any, equation_index: int, operands: list[int | None], unused: Sequence[bool], region: int
     ) -> list[int | None]:
         name, run_count = operation_name(equation), self.regions[region].run_count
         results = [self.add_array(var.aval) for var in equation.outvars]
@@ -290,7 +295,7 @@ class _JaxprReader:
             role, spec = "opaque", (equation.params["in_specs"], equation.params["out_specs"])
             factors = _whole_factors(equation)
         else:
-            rule_factors = op_factors(equation)
+            rule_factors = op_factors(equation, unused)
             # Debug callbacks print their operands, which have to be whole: that is not a missing rule.
             if rule_factors is None and not name.startswith("debug_"):
                 primitive = equation.primitive.name
@@ -515,8 +520,9 @@ def _whole_factors(equation: Any) -> Factors:
 
 
 def _flops(equation: Any) -> tuple[int, Any]:
-    if equation.primitive.name == "region":
-        flops = equation.params["function"].flops(equation.params["program"])
+    name, params = equation.primitive.name, equation.params
+    if name in ("region", "pallas_call"):
+        flops = params["function"].flops(params["program"]) if name == "region" else pallas_flops(equation)
         dtypes = (var.aval.dtype for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.inexact))
         return flops, next(dtypes, None)
     flops = equation_flops(equation)

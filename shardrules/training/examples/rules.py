@@ -6,12 +6,16 @@ from typing import Any
 import attrs
 from jax.extend.core import Literal
 
+from shardrules.analysis.compiling.fused_calls import BACKWARD, SCALED_DOTS
 from shardrules.planning.traced.factors.table import Factors, op_factors
 from shardrules.planning.traced.program import operation_name
 from shardrules.training.examples.facts import EACH_ROUND, Fact, name_of_step, refused
 from shardrules.training.examples.pairs import Counts
 
-_SUMMING = ("reduce_sum", "dot_general", "ragged_dot_general", "conv_general_dilated", "scatter-add", "scatter-sub")
+_SUMMING = (
+    *("reduce_sum", "dot_general", "ragged_dot_general", "conv_general_dilated", "scatter-add", "scatter-sub"),
+    *(BACKWARD, *SCALED_DOTS),
+)
 """Primitives whose results are sums over the factors that they reduce."""
 
 _PASSING = ("sharding_constraint", "copy", "copy_p", "optimization_barrier")
@@ -123,6 +127,9 @@ def examples_rule(equation: Any, facts: Sequence[Fact], counts: Counts) -> list[
         return [refused(why, equation)] * len(outvars)
     if name in _PASSING:
         return [attrs.evolve(fact, is_own=True, is_whole=False) for fact in facts]
+    if equation.params.get("dropout_rate"):
+        why = f"{name_of_step(equation)} drops elements out by one seed for all examples"
+        return [refused(why, equation)] * len(outvars)
     factors = op_factors(equation)
     if factors is None:
         why = f"{name_of_step(equation)} has no rule that says which dims it computes one by one"
