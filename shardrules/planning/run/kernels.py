@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
 from shardrules.planning.run.ragged import entry, sizes_among
@@ -28,7 +29,30 @@ def kernel_of_pieces(
     if row_axes is not None:
         index = lax.axis_index(row_axes)
         operands = [*_tables(operands, params, index, _group_count(op)), *operands[first:]]
-    return equation.primitive.bind(*operands, **params)
+    # Equations remember the mesh that they were traced under, which was that of the plan: here it is that of a device.
+    context = jax.make_jaxpr(jnp.sin)(0.0).eqns[0].ctx
+    return equation.primitive.bind(*operands, **_in_context(params, context))
+
+
+def _in_context(value: Any, context: Any) -> Any:
+    """Returns parameters with all equations in their programs, and in the maps of blocks, in a context."""
+    if isinstance(value, ClosedJaxpr):
+        return ClosedJaxpr(_in_context(value.jaxpr, context), value.consts)
+    if isinstance(value, Jaxpr):
+        return value.replace(
+            eqns=[each.replace(ctx=context, params=_in_context(each.params, context)) for each in value.eqns]
+        )
+    if isinstance(value, tuple | list):
+        # Named tuples hold no programs.
+        return type(value)(_in_context(item, context) for item in value) if type(value) in (tuple, list) else value
+    if isinstance(value, dict):
+        return {name: _in_context(item, context) for name, item in value.items()}
+    if hasattr(value, "block_mappings"):
+        blocks = tuple(
+            block.replace(index_map_jaxpr=_in_context(block.index_map_jaxpr, context)) for block in value.block_mappings
+        )
+        return value.replace(block_mappings=blocks)
+    return value
 
 
 def _group_count(op: Any) -> int:

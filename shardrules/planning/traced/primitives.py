@@ -30,7 +30,7 @@ _OTHERS: Mapping[str, tuple[Handling, str]] = {
         ("pure_callback", "io_callback", "buffer_callback"), ("unknown", "The host computes, out of sight of any rule.")
     ),
     **dict.fromkeys(
-        ("ffi_call", "custom_partitioning", "compute_on"),
+        ("ffi_call", "core_map", "mpmd_map", "compute_on"),
         ("unknown", "Nothing says how the dims of a kernel go together."),
     ),
     "custom_lin": ("unknown", "It stands only in derivatives that are not complete."),

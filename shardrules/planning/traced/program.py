@@ -10,6 +10,7 @@ finds the layouts of each (`Operation.equation_index`).
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
@@ -80,6 +81,8 @@ class Operation:
     spec: Any = None
     """For a constraint its spec; for what is opaque, the specs of the operands and of the results."""
     equation: Any = None
+    lacks_rule: bool = False
+    """Whether it is whole because no rule covers its primitive, or this form of it."""
 
     @property
     def is_nest(self) -> bool:
@@ -98,12 +101,16 @@ class TracedProgram:
     constants: tuple[int, ...]  # arrays of the closure
     results: tuple[int | None, ...]  # None for scalars and literals, which have no layout
     regions: tuple[Region, ...]
-    unknown_primitives: tuple[tuple[str, int], ...]
-    """Primitives that no rule covers, with how often they occur."""
     kept: tuple[int, ...] = ()
     """Arrays that are in memory before a part that is computed again: compilers must not look behind them."""
     scalars: tuple[int, ...] = ()
     """Scalars among the results."""
+
+    @property
+    def unknown_primitives(self) -> tuple[tuple[str, int], ...]:
+        """Primitives that no rule covers, with how often they occur."""
+        counts = Counter(operation.name for operation in self.operations if operation.lacks_rule)
+        return tuple(sorted(counts.items()))
 
     @functools.cached_property
     def producers(self) -> Mapping[int, int]:
@@ -152,7 +159,6 @@ class _JaxprReader:
         self.operations: list[Operation] = []
         self.constants: list[int] = []
         self.regions: list[Region] = [Region(-1, 1)]
-        self.unknown_primitives: dict[str, int] = {}
         self.equation_count = 0
         self.kept: dict[int, None] = {}
 
@@ -175,7 +181,6 @@ class _JaxprReader:
             tuple(self.constants),
             tuple(results),
             tuple(self.regions),
-            tuple(sorted(self.unknown_primitives.items())),
             tuple(self.kept),
             tuple(array for array in returned_arrays if array is not None and not self.arrays[array].shape),
         )
@@ -286,6 +291,7 @@ class _JaxprReader:
         results = [self.add_array(var.aval) for var in equation.outvars]
         role: Role = "compute"
         spec: Any = None
+        lacks_rule = False
         if name == "sharding_constraint":
             role, spec = "fixed", _spec_of_sharding(equation.params["sharding"])
             shape = self.arrays[results[0]].shape
@@ -297,9 +303,7 @@ class _JaxprReader:
         else:
             rule_factors = op_factors(equation, unused)
             # Debug callbacks print their operands, which have to be whole: that is not a missing rule.
-            if rule_factors is None and not name.startswith("debug_"):
-                primitive = equation.primitive.name
-                self.unknown_primitives[primitive] = self.unknown_primitives.get(primitive, 0) + 1
+            lacks_rule = rule_factors is None and not name.startswith("debug_")
             factors = _whole_factors(equation) if rule_factors is None else rule_factors
         flops, dtype = _flops(equation)
         self.operations.append(
@@ -318,6 +322,7 @@ class _JaxprReader:
                 dtype,
                 spec,
                 equation,
+                lacks_rule,
             )
         )
         return list(results)

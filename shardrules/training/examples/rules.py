@@ -7,6 +7,7 @@ import attrs
 from jax.extend.core import Literal
 
 from shardrules.analysis.compiling.fused_calls import BACKWARD, SCALED_DOTS
+from shardrules.planning.traced.factors.grouped import ROWS_OPERAND, is_grouped
 from shardrules.planning.traced.factors.table import Factors, op_factors
 from shardrules.planning.traced.program import operation_name
 from shardrules.training.examples.facts import EACH_ROUND, Fact, name_of_step, refused
@@ -141,6 +142,9 @@ def examples_rule(equation: Any, facts: Sequence[Fact], counts: Counts) -> list[
             return [attrs.evolve(lookup, **common)]
         why = f"{name_of_step(equation)} computes with several examples at once"
         return [refused(why, equation)] * len(outvars)
+    if _is_ragged(equation, factor, factors):
+        why = f"{name_of_step(equation)} has groups of rows of all examples"
+        return [refused(why, equation)] * len(outvars)
     pieces = factors.sizes[factor]
     if pieces % counts.runs:
         why = f"{pieces} pieces of {name_of_step(equation)} do not divide into {counts.runs} parts"
@@ -155,6 +159,15 @@ def _factor(factors: Factors, facts: Sequence[Fact], batched: Sequence[int]) -> 
     others = (names for index, names in enumerate(factors.operands) if index not in batched)
     # What is shared and has all examples of a dim is read for other examples, too.
     return None if factor is None or any(factor in names for names in others) else factor
+
+
+def _is_ragged(equation: Any, factor: int, factors: Factors) -> bool:
+    """Whether a factor is that of rows which are in groups: of a part of them the groups have other sizes."""
+    name, params = equation.primitive.name, equation.params
+    if name == "ragged_dot_general":
+        (dim,) = params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+        return factors.operands[0][dim] == factor
+    return name == "pallas_call" and is_grouped(params) and factors.operands[ROWS_OPERAND][0] == factor
 
 
 def _result_fact(

@@ -1,10 +1,13 @@
 """The loops of the fused kernels that are primitives of JAX: cuDNN's attention, and matmuls with scales.
 
-Each device runs a kernel of its own on its pieces: partitioners know these kernels in part, or not at all.
+Each device runs a kernel of its own on its pieces: partitioners know these kernels in part, or not at all. Beside them
+stands what says itself how it is split, `jax.experimental.custom_partitioning`, and is left to the partitioner.
 """
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
+
+from jax.experimental.custom_partitioning import BATCHING, ArrayMapping, SdyShardingRule
 
 from shardrules.analysis.compiling.fused_calls import BACKWARD, FORWARD, FP8_BACKWARD, FP8_FORWARD, head_dim_of
 from shardrules.planning.traced.factors.linear import dot_names, without_dims
@@ -93,6 +96,33 @@ def _scaled_dot(op: OpSignature) -> Loops | None:
     return Loops([left, right, *scale_names], [result], [left[dim] for dim in contracted[0]], is_local=True)
 
 
+def _by_its_author(op: OpSignature) -> Loops | None:
+    """What the author of a function says in an einsum's letters (`sharding_rule`) may be split, which is what the
+    compiler is told. Functions of the types of arrays are not asked."""
+    rule = op.params["sharding_rule"]
+    if not isinstance(rule, SdyShardingRule):
+        return None
+    whole_factors = (*rule.need_replication_factors, *rule.permutation_factors)
+
+    def names(mapping: ArrayMapping, shape: tuple[int, ...]) -> list[Hashable] | None:
+        leading = [term for term in mapping if str(term).startswith(BATCHING)]
+        factors = [term for term in mapping if term not in leading]
+        count = len(shape) - len(factors)
+        if any(not isinstance(term, str) for term in factors) or count < 0 or (count and not leading):
+            return None  # several factors of one dim
+        batch: list[Hashable] = [(*leading, dim) for dim in range(count)]
+        return [*batch, *(None if factor in whole_factors else factor for factor in factors)]
+
+    sides = ((rule.operand_mappings, op.operands), (rule.result_mappings, op.results))
+    if any(len(mappings) != len(shapes) for mappings, shapes in sides):
+        return None
+    every = [list(map(names, mappings, shapes)) for mappings, shapes in sides]
+    operands, results = ([array for array in side if array is not None] for side in every)
+    if len(operands) < len(op.operands) or len(results) < len(op.results):
+        return None
+    return Loops(operands, results, [name for name in rule.reduction_factors if name not in whole_factors])
+
+
 _FOUR = range(4, 5)
 
 FUSED_RULES: Mapping[str, LoopRule] = {
@@ -101,6 +131,7 @@ FUSED_RULES: Mapping[str, LoopRule] = {
     FP8_FORWARD: LoopRule(_fp8_attention, range(9, 10), range(3, 5), ("layout",)),
     FP8_BACKWARD: LoopRule(_fp8_attention, range(18, 19), range(7, 8), ("layout",)),
     "scaled_matmul_wrapper": LoopRule(_scaled_matmul, _FOUR, ONE),
+    "custom_partitioning": LoopRule(_by_its_author, ANY, ANY, ("sharding_rule",)),
     "scaled_dot": LoopRule(_scaled_dot, _FOUR, ONE, ("dimension_numbers",)),
 }
 """The rules of these operations, by primitive."""

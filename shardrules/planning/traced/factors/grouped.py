@@ -16,6 +16,9 @@ ROWS = "rows"
 TABLES = slice(1, 5)
 """Where groups start, the group and the rows of each tile, and the first group; before them is the number of tiles."""
 
+ROWS_OPERAND = TABLES.stop
+"""The operand whose rows are in groups."""
+
 _SOURCE = "megablox/gmm.py"
 
 
