@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
 from shardrules.planning.run.ragged import entry, sizes_among
+from shardrules.planning.traced.calls import closed_like, open_jaxpr
 from shardrules.planning.traced.factors.grids import params_of_pieces
 from shardrules.planning.traced.factors.grouped import TABLES, is_grouped, kernel_loops, sums_rows, tile_rows
 from shardrules.planning.traced.factors.table import op_signature
@@ -36,12 +37,10 @@ def kernel_of_pieces(
 
 def _in_context(value: Any, context: Any) -> Any:
     """Returns parameters with all equations in their programs, and in the maps of blocks, in a context."""
-    if isinstance(value, ClosedJaxpr):
-        return ClosedJaxpr(_in_context(value.jaxpr, context), value.consts)
-    if isinstance(value, Jaxpr):
-        return value.replace(
-            eqns=[each.replace(ctx=context, params=_in_context(each.params, context)) for each in value.eqns]
-        )
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        program = open_jaxpr(value)
+        changed = [each.replace(ctx=context, params=_in_context(each.params, context)) for each in program.eqns]
+        return closed_like(value, program.replace(eqns=changed))
     if isinstance(value, tuple | list):
         # Named tuples hold no programs.
         return type(value)(_in_context(item, context) for item in value) if type(value) in (tuple, list) else value
