@@ -74,10 +74,10 @@ def kernel_name(operation: Operation) -> str:
 def whole_findings(problem: Problem, choice: Sequence[int], seconds: float) -> Iterator[Finding]:
     """Yields what is computed whole in a call that takes `seconds`: a warning where it takes much of it."""
     for whole in whole_operations(problem, choice):
-        taken, cost = whole.seconds + whole.move_seconds, ""
-        if taken > _LARGE_PART * seconds:
+        whole_seconds, cost = whole.seconds + whole.move_seconds, ""
+        if whole_seconds > _LARGE_PART * seconds:
             sent = f" and sends {bytes_text(int(whole.gathered_bytes))} for it" if whole.gathered_bytes else ""
-            cost = f", which takes at least {seconds_text(taken)} of the {seconds_text(seconds)}{sent}"
+            cost = f", which takes at least {seconds_text(whole_seconds)} of the {seconds_text(seconds)}{sent}"
         yield Finding(
             "warning" if cost else "note",
             _CODE,
