@@ -108,6 +108,17 @@ def test_blocks_that_do_not_go_together_are_whole(why: str, in_spec: Any, out_sp
     assert loops_of(spread, out_spec, in_specs=in_spec) == "whole", why
 
 
+def test_what_is_written_over_an_operand_is_split_with_it() -> None:
+    def text(in_spec: Any) -> str:
+        call = pl.pallas_call(
+            spread, struct(8, 8), grid=(4,), in_specs=[in_spec], out_specs=ROWS, input_output_aliases={0: 0}
+        )
+        ((equation, unused),) = kernels_in(jax.make_jaxpr(call)(struct(8, 8)))
+        return text_of(op_factors(equation, unused))
+
+    assert [text(ROWS), text(pl.BlockSpec((8, 8), lambda i: (0, 0)))] == ["a. -> a.", "whole"]
+
+
 def test_several_positions_may_read_one_block() -> None:
     """As heads of queries read those of keys: splits keep what reads a block together."""
     spec = pl.BlockSpec((2, 8), lambda i: (i // 2, 0))

@@ -107,6 +107,10 @@ def _blocks(op: OpSignature, axis: int) -> list[_Block | None] | None:
         if others or not is_whole or positions is None or (is_result and positions > 1):
             return None
         blocks.append(_Block(dim, positions))
+    # What is written over an operand has its shape.
+    for operand, result in dict(op.params.get("input_output_aliases", ())).items():
+        if blocks[operand - mapping.num_index_operands] != blocks[mapping.num_inputs + result]:
+            return None
     return blocks
 
 
