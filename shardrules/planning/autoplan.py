@@ -203,7 +203,7 @@ def _findings(query: Query, plan: AutoPlan, costs: PinCosts) -> Iterator[Finding
     if plan.result.is_late:
         yield time_is_up(query.options.time_limit, plan.gap)
     yield from machine_findings(query.mesh, query.options.hardware)
-    yield from program_findings(query.call, query.task)
+    yield from program_findings(query.call, query.task, plan.choice)
     if query.pinned:
         yield from pin_findings(query.call, query.pinned, plan.cost, costs)
     chosen = zip(query.task.problem.nodes, plan.choice, strict=True)

@@ -386,14 +386,17 @@ def kernel_flops(program: ClosedJaxpr | Jaxpr) -> int:
     """The FLOPs of kernels: by their authors' estimates, or by what they multiply."""
     total = 0
     for equation in _open(program).eqns:
-        estimate = equation.params.get("cost_estimate")
-        if equation.primitive.name != "pallas_call":
-            total += inner_runs(equation) * sum(map(kernel_flops, programs_in(equation)))
-        elif estimate is not None:
-            total += int(estimate.flops)
+        if equation.primitive.name == "pallas_call":
+            total += pallas_flops(equation)
         else:
-            total += inner_runs(equation) * sum(map(_flops, programs_in(equation)))
+            total += inner_runs(equation) * sum(map(kernel_flops, programs_in(equation)))
     return total
+
+
+def pallas_flops(equation: Any) -> int:
+    """The FLOPs of a Pallas kernel: by its author's estimate, or by what it multiplies."""
+    estimate = equation.params["cost_estimate"]
+    return inner_runs(equation) * sum(map(_flops, programs_in(equation))) if estimate is None else int(estimate.flops)
 
 
 def _flops(program: ClosedJaxpr | Jaxpr) -> int:
@@ -403,8 +406,8 @@ def _flops(program: ClosedJaxpr | Jaxpr) -> int:
         name, params = equation.primitive.name, equation.params
         if name == "region":
             total += params["function"].flops(params["program"])
-        elif name == "pallas_call" and params["cost_estimate"] is not None:
-            total += int(params["cost_estimate"].flops)
+        elif name == "pallas_call":
+            total += pallas_flops(equation)
         else:
             total += equation_flops(equation) + inner_runs(equation) * sum(map(_flops, programs_in(equation)))
     return total

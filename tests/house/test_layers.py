@@ -26,6 +26,7 @@ LAZY: dict[str, str] = {
     "orbax": "an extra; importing it takes long, and only load_orbax needs it",
     "etils": "comes with orbax, which takes only its paths",
     "matplotlib": "an extra, and slow to import; only figures need it",
+    "jax.experimental.pallas.ops.tpu.megablox.gmm": "imports Pallas, which only programs with its kernels have done",
     "shardrules.cli.main": "it needs an extra; without it the user gets a one-line message",
     "shardrules.analysis.compiling.request": "as audit",
     "shardrules.analysis.audits.audit": "what asks compilers is a third of the package, and most programs never do",

@@ -12,6 +12,7 @@ import attrs
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 
+from shardrules.analysis.compiling.fused_calls import FUSED, fused_flops
 from shardrules.analysis.compiling.jaxprs import programs_in
 
 
@@ -138,4 +139,5 @@ _COUNTERS: dict[str, Callable[[Any], int]] = {
     "dot_general": _dot_flops,
     "conv_general_dilated": _convolution_flops,
     "ragged_dot_general": _ragged_dot_flops,
+    **dict.fromkeys(FUSED, fused_flops),
 }

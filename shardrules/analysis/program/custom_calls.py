@@ -191,13 +191,25 @@ def _cudnn_attention(target: str, config: Mapping[str, Any], query: ArrayType) -
     head_size = query.size // max(1, batch * heads * rows)
     attention = next(part for part in _parts(config) if "intermediate_tensor_shape" in part)
     window = int(attention.get("sliding_window_length", 0) or 0)
-    blocks = _cudnn_blocks(str(attention.get("mask_type", "")), rows, columns, window)
     phase = "backward" if "Backward" in target else "fwd"
+    mask, sizes = str(attention.get("mask_type", "")), (head_size, head_size)
+    products, is_masked = masked_attention(batch * heads, (rows, columns), sizes, mask, window, phase)
+    return attrs.evolve(_of(*products), is_masked=is_masked)
+
+
+def masked_attention(
+    count: int, lengths: tuple[int, int], head_sizes: tuple[int, int], mask_type: str, window: int, phase: str
+) -> tuple[tuple[Product, ...], bool]:
+    """Returns the matmuls of cuDNN's attention, and whether a mask leaves scores out.
+
+    `lengths` are those of queries and keys, `head_sizes` those of keys and values.
+    """
+    rows, columns = lengths
+    blocks = _cudnn_blocks(mask_type, rows, columns, window)
     # As wide as the blocks of a row are on average.
     area = min(rows, _CUDNN_TILE) * min(columns, _CUDNN_TILE)
     width = columns if blocks is None else min(columns, round(blocks * area / rows))
-    cost = _of(*_attention(batch * heads, rows, width, head_size, head_size, phase))
-    return attrs.evolve(cost, is_masked=blocks is not None)
+    return _attention(count, rows, width, *head_sizes, phase), blocks is not None
 
 
 def _cudnn_blocks(mask_type: str, rows: int, columns: int, window: int) -> int | None:

@@ -13,6 +13,7 @@ from shardrules.core.axes import AnyMesh, mesh_text
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
 from shardrules.core.spec import spec_repr
+from shardrules.planning.answer.whole import whole_findings
 from shardrules.planning.graph.machine import has_sheet
 from shardrules.planning.run.call import Call
 from shardrules.planning.solve.proof import AT_REST, MemoryBound
@@ -81,11 +82,12 @@ def machine_findings(mesh: AnyMesh, hardware: Hardware | None) -> Iterator[Findi
         )
 
 
-def program_findings(call: Call, task: Task) -> Iterator[Finding]:
+def program_findings(call: Call, task: Task, choice: Sequence[int]) -> Iterator[Finding]:
     """Yields what is special about a function."""
     program = task.problem.program
     # First what the plan assumes about the call, then what it could not plan for.
     yield from _feedback_findings(call)
+    yield from whole_findings(task.problem, choice, task.problem.cost(choice))
     yield from _operation_findings(program)
     yield from saved_name_findings(call.jaxpr)
     for spec in task.problem.ignored_specs:
@@ -119,14 +121,6 @@ def _feedback_findings(call: Call) -> Iterator[Finding]:
 
 
 def _operation_findings(program: TracedProgram) -> Iterator[Finding]:
-    for name, count in program.unknown_primitives:
-        yield Finding(
-            "warning",
-            "unknown-operation",
-            f"no rule for {name}, used {count} time{'s' * (count > 1)}: every device holds its operands and results "
-            "whole",
-            remedy="Put it in jax.shard_map, where you can split it by hand",
-        )
     callbacks = sum(operation.name.startswith("debug_") for operation in program.operations)
     if callbacks:
         yield Finding(

@@ -34,6 +34,7 @@ from shardrules.planning.answer.explain import (
 )
 from shardrules.planning.answer.frontier import Frontier, frontier_points
 from shardrules.planning.answer.host_traffic import HostTraffic
+from shardrules.planning.answer.whole import first_line
 from shardrules.planning.graph.layouts import spec_of
 from shardrules.planning.graph.machine import COLLECTIVE_KINDS
 from shardrules.planning.graph.problem import ChosenMove
@@ -391,9 +392,10 @@ class AutoPlan:
         parts = {"compute": time.compute_seconds, "communication": time.communication_seconds}
         parts |= {"host": time.copy_seconds} if time.copy_seconds else {}
         text = ", ".join(f"{name} {1000 * seconds:.4g}" for name, seconds in parts.items())
-        yield (
+        yield first_line(
             f"{self.call.name} on {mesh_text(self.mesh)}: {1000 * self.cost:.4g} ms a call ({text}), "
-            f"{self._status_text()}, found in {self.seconds:.1f} s"
+            f"{self._status_text()}, found in {self.seconds:.1f} s",
+            self.findings,
         )
         sent = ", ".join(f"{kind} {bytes_text(sent)}" for kind, sent in self.sent_bytes.items() if sent)
         source = " as compiled" if self.is_compiled else ""

@@ -12,6 +12,8 @@ from typing import Any, final
 import attrs
 import numpy as np
 
+from shardrules.analysis.compiling.fused_calls import fused_matmul
+from shardrules.analysis.costs.attention import attention_seconds, is_attention
 from shardrules.analysis.costs.kernels import READS_PER_WRITE
 from shardrules.analysis.costs.matmul import flops_seconds, matmul_seconds
 from shardrules.analysis.costs.memory import host_seconds, traffic_seconds
@@ -267,6 +269,9 @@ class ComputeCosts:
             self.fusion.program.arrays[operand].shape for operand in operation.operands[:2] if operand is not None
         ]
         precision = _precision(operation)
+        fused = fused_matmul(operation.equation)
+        if fused is not None and is_attention(fused):
+            return attention_seconds(fused, self.machine.hardware) / shard_counts(layouts, self.machine)
         if operation.name != "dot_general" or len(shapes) < 2:
             flops = operation.flops * (1 if self.machine.has_ragged_kernels else group_count(operation))
             large = flops_seconds(flops, operation.dtype, precision, self.machine.hardware)

@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import AnyMesh
 from shardrules.planning.run.call import axis_names_of
+from shardrules.planning.run.kernels import kernel_of_pieces
 from shardrules.planning.run.ragged import ragged_dot_of_pieces
+from shardrules.planning.traced.factors.fused import is_maximum
 from shardrules.regions.function import ShardFunction
 
 
@@ -67,9 +69,11 @@ def local_jaxpr(equation: Any, split: LocalSplit, mesh: AnyMesh) -> ClosedJaxpr:
         results = mapped(*operands)
         # The partitioner completes this sum as it does others: with an all-reduce, or a reduce-scatter.
         return [
-            lax.reduce_sum(result, (0,)) if axes else result for result, axes in zip(results, split.summed, strict=True)
+            (lax.reduce_max if is_maximum(name, index) else lax.reduce_sum)(result, (0,)) if axes else result
+            for index, (result, axes) in enumerate(zip(results, split.summed, strict=True))
         ]
 
+    name = equation.primitive.name
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in equation.invars]
     with axis_names_of(mesh):
         return jax.make_jaxpr(on_all)(*avals)
@@ -102,6 +106,8 @@ def _results_of_pieces(equation: Any, operands: Sequence[jax.Array], split: Loca
         return function.alternative(split.region.alternative).run(split.region.exchange, *operands)
     if equation.primitive.name == "ragged_dot_general":
         return [ragged_dot_of_pieces(equation, operands, split.operands, split.results[0])]
+    if equation.primitive.name == "pallas_call":
+        return kernel_of_pieces(equation, operands, split.operands)
     results = equation.primitive.bind(*operands, **_params_of_pieces(equation, operands))
     return results if equation.primitive.multiple_results else [results]
 

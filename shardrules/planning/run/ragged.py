@@ -20,11 +20,11 @@ def ragged_dot_of_pieces(
     params = {name: None if name == "out_sharding" else value for name, value in equation.params.items()}
     (row_dim,), (contracted, batch) = numbers.lhs_ragged_dimensions, numbers.dot_dimension_numbers
     left, right, sizes, *others = operands
-    row_axes = _entry(specs[0], row_dim)
+    row_axes = entry(specs[0], row_dim)
     if row_axes is not None:
-        sizes = _sizes_among(sizes, left.shape[row_dim], lax.axis_index(row_axes))
+        sizes = sizes_among(sizes, left.shape[row_dim], lax.axis_index(row_axes))
     sums_rows = row_dim in contracted[0]
-    group_axes = _entry(result_spec, 0) if sums_rows else _entry(specs[1], numbers.rhs_group_dimensions[0])
+    group_axes = entry(result_spec, 0) if sums_rows else entry(specs[1], numbers.rhs_group_dimensions[0])
     if group_axes is None:
         return equation.primitive.bind(left, right, sizes, *others, **params)
     count = sizes.shape[0] // lax.axis_size(group_axes)
@@ -43,7 +43,7 @@ def ragged_dot_of_pieces(
     return jnp.roll(jnp.where(is_here, result, 0), start, result_dim)
 
 
-def _sizes_among(sizes: jax.Array, rows: int, index: Any) -> jax.Array:
+def sizes_among(sizes: jax.Array, rows: int, index: Any) -> jax.Array:
     """How many rows of each group are among the `rows` of a device."""
     # The rows from `first` on are here: of each group those between its start and its end.
     first, ends = index * rows, lax.cumsum(sizes)
@@ -51,6 +51,6 @@ def _sizes_among(sizes: jax.Array, rows: int, index: Any) -> jax.Array:
     return sizes_here.astype(sizes.dtype)
 
 
-def _entry(spec: PartitionSpec, dim: int) -> _Axes:
+def entry(spec: PartitionSpec, dim: int) -> _Axes:
     entries = tuple(spec)
     return entries[dim] if dim < len(entries) else None

@@ -60,6 +60,9 @@ def chosen_layouts(problem: Problem, choice: Sequence[int]) -> dict[_OpKey, Oper
             if take is None or operand is None or operand not in problem.homes:
                 operands.append(())
                 continue
+            if operation.lacks_rule:  # a compiler may know how to split it
+                operands.append(())
+                continue
             before, after = problem.layout(problem.homes[operand], choice), problem.layout(take, choice)
             # Step by step, as the cost model prices the move: compilers given both ends alone may gather everything.
             operands.append(tuple(spec(layout, operand) for layout in relayout_steps(before, after)))
@@ -75,6 +78,9 @@ def chosen_layouts(problem: Problem, choice: Sequence[int]) -> dict[_OpKey, Oper
                 carried = operation.operands[0]
                 assert carried is not None, "what leaves a loop was carried by it"
                 before = problem.layout(problem.homes[carried], choice)
+            if operation.lacks_rule:
+                results.append((spec(after, result),))
+                continue
             results.append((spec(before, result), *(spec(layout, result) for layout in relayout_steps(before, after))))
         if operation.equation_index >= 0:
             role = operation.role if operation.role in ("enter", "join", "leave", "exit") else "compute"

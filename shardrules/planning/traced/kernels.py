@@ -8,7 +8,8 @@ from shardrules.planning.traced.program import Operation, changes_memory
 _WHOLE = """
 scatter scatter-add scatter-mul scatter-min scatter-max sort top_k approx_top_k while fft dynamic_update_slice cumsum
 cumprod cummax cummin cumlogsumexp reduce_window reduce_window_sum reduce_window_max reduce_window_min
-select_and_scatter select_and_scatter_add triangular_solve cholesky qr lu eigh svd
+select_and_scatter select_and_scatter_add triangular_solve cholesky qr lu eigh svd pallas_call
+ffi_call custom_partitioning
 """
 """Primitives that are kernels of their own, although they are not matmuls. They read elements in another order than
 they write them, so their operands have to be in memory."""

@@ -30,11 +30,10 @@ _OTHERS: Mapping[str, tuple[Handling, str]] = {
         ("pure_callback", "io_callback", "buffer_callback"), ("unknown", "The host computes, out of sight of any rule.")
     ),
     **dict.fromkeys(
-        ("ffi_call", "pallas_call", "custom_partitioning", "compute_on"),
+        ("ffi_call", "core_map", "mpmd_map", "compute_on"),
         ("unknown", "Nothing says how the dims of a kernel go together."),
     ),
     "custom_lin": ("unknown", "It stands only in derivatives that are not complete."),
-    "scaled_dot": ("unknown", "Elements share scales in blocks, and a split may cut a block."),
     **dict.fromkeys(
         ("get", "swap", "addupdate", "new_ref", "freeze"), ("unknown", "Mutable arrays have no layouts to choose from.")
     ),

@@ -10,6 +10,7 @@ finds the layouts of each (`Operation.equation_index`).
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
@@ -23,6 +24,7 @@ from shardrules.analysis.compiling.jaxprs import CHECKPOINTS, scan_counts
 from shardrules.analysis.compiling.model_flops import equation_flops
 from shardrules.planning.traced.calls import InlinedCall, open_jaxpr
 from shardrules.planning.traced.factors.table import Factors, op_factors
+from shardrules.regions.function import pallas_flops
 
 Role: TypeAlias = Literal["compute", "enter", "join", "exit", "leave", "fixed", "opaque", "return"]
 """What an operation is: an equation (`compute`), a constraint of the user (`fixed`), a `shard_map` (`opaque`) or a
@@ -79,6 +81,8 @@ class Operation:
     spec: Any = None
     """For a constraint its spec; for what is opaque, the specs of the operands and of the results."""
     equation: Any = None
+    lacks_rule: bool = False
+    """Whether it is whole because no rule covers its primitive, or this form of it."""
 
     @property
     def is_nest(self) -> bool:
@@ -97,12 +101,16 @@ class TracedProgram:
     constants: tuple[int, ...]  # arrays of the closure
     results: tuple[int | None, ...]  # None for scalars and literals, which have no layout
     regions: tuple[Region, ...]
-    unknown_primitives: tuple[tuple[str, int], ...]
-    """Primitives that no rule covers, with how often they occur."""
     kept: tuple[int, ...] = ()
     """Arrays that are in memory before a part that is computed again: compilers must not look behind them."""
     scalars: tuple[int, ...] = ()
     """Scalars among the results."""
+
+    @property
+    def unknown_primitives(self) -> tuple[tuple[str, int], ...]:
+        """Primitives that no rule covers, with how often they occur."""
+        counts = Counter(operation.name for operation in self.operations if operation.lacks_rule)
+        return tuple(sorted(counts.items()))
 
     @functools.cached_property
     def producers(self) -> Mapping[int, int]:
@@ -151,7 +159,6 @@ class _JaxprReader:
         self.operations: list[Operation] = []
         self.constants: list[int] = []
         self.regions: list[Region] = [Region(-1, 1)]
-        self.unknown_primitives: dict[str, int] = {}
         self.equation_count = 0
         self.kept: dict[int, None] = {}
 
@@ -174,7 +181,6 @@ class _JaxprReader:
             tuple(self.constants),
             tuple(results),
             tuple(self.regions),
-            tuple(sorted(self.unknown_primitives.items())),
             tuple(self.kept),
             tuple(array for array in returned_arrays if array is not None and not self.arrays[array].shape),
         )
@@ -236,12 +242,16 @@ class _JaxprReader:
         def array_of(var: Any) -> int | None:
             return None if isinstance(var, Constant) else arrays[var]
 
+        used = {id(var) for equation in jaxpr.eqns for var in equation.invars} | {id(var) for var in jaxpr.outvars}
         for equation in jaxpr.eqns:
-            results = self.read_equation(equation, [array_of(var) for var in equation.invars], region)
+            unused = [id(var) not in used for var in equation.outvars]
+            results = self.read_equation(equation, [array_of(var) for var in equation.invars], unused, region)
             arrays.update(zip(equation.outvars, results, strict=True))
         return [array_of(var) for var in jaxpr.outvars]
 
-    def read_equation(self, equation: Any, operands: list[int | None], region: int) -> list[int | None]:
+    def read_equation(
+        self, equation: Any, operands: list[int | None], unused: Sequence[bool], region: int
+    ) -> list[int | None]:
         name = equation.primitive.name
         # Calls are counted, too, and before what is inside of them: the replay does the same.
         equation_index, self.equation_count = self.equation_count, self.equation_count + 1
@@ -259,7 +269,7 @@ class _JaxprReader:
         read_loop = {"scan": self.read_scan, "while": self.read_while, "cond": self.read_cond}.get(name)
         if read_loop is not None:
             return read_loop(equation, equation_index, operands, region)
-        return self.read_operation(equation, equation_index, operands, region)
+        return self.read_operation(equation, equation_index, operands, unused, region)
 
     def constrain(self, shardings: Sequence[Any], arrays: list[int | None], region: int) -> list[int | None]:
         """Adds the constraints that an inner `jit` has on its arguments or results."""
@@ -275,12 +285,13 @@ class _JaxprReader:
         return constrained
 
     def read_operation(
-        self, equation: Any, equation_index: int, operands: list[int | None], region: int
+        self, equation: Any, equation_index: int, operands: list[int | None], unused: Sequence[bool], region: int
     ) -> list[int | None]:
         name, run_count = operation_name(equation), self.regions[region].run_count
         results = [self.add_array(var.aval) for var in equation.outvars]
         role: Role = "compute"
         spec: Any = None
+        lacks_rule = False
         if name == "sharding_constraint":
             role, spec = "fixed", _spec_of_sharding(equation.params["sharding"])
             shape = self.arrays[results[0]].shape
@@ -290,11 +301,9 @@ class _JaxprReader:
             role, spec = "opaque", (equation.params["in_specs"], equation.params["out_specs"])
             factors = _whole_factors(equation)
         else:
-            rule_factors = op_factors(equation)
+            rule_factors = op_factors(equation, unused)
             # Debug callbacks print their operands, which have to be whole: that is not a missing rule.
-            if rule_factors is None and not name.startswith("debug_"):
-                primitive = equation.primitive.name
-                self.unknown_primitives[primitive] = self.unknown_primitives.get(primitive, 0) + 1
+            lacks_rule = rule_factors is None and not name.startswith("debug_")
             factors = _whole_factors(equation) if rule_factors is None else rule_factors
         flops, dtype = _flops(equation)
         self.operations.append(
@@ -313,6 +322,7 @@ class _JaxprReader:
                 dtype,
                 spec,
                 equation,
+                lacks_rule,
             )
         )
         return list(results)
@@ -515,8 +525,9 @@ def _whole_factors(equation: Any) -> Factors:
 
 
 def _flops(equation: Any) -> tuple[int, Any]:
-    if equation.primitive.name == "region":
-        flops = equation.params["function"].flops(equation.params["program"])
+    name, params = equation.primitive.name, equation.params
+    if name in ("region", "pallas_call"):
+        flops = params["function"].flops(params["program"]) if name == "region" else pallas_flops(equation)
         dtypes = (var.aval.dtype for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.inexact))
         return flops, next(dtypes, None)
     flops = equation_flops(equation)

@@ -337,8 +337,9 @@ def _findings(search: TrainingSearch, outcome: Outcome, planned: AutoPlan, proof
     cluster = search.problem.cluster
     yield from machine_findings(planned.mesh, None if cluster.is_assumed else cluster.hardware)
     # Stages have constraints that the loss does not have.
+    subject = planned.call, planned.task, planned.choice
     left_out = "constrained" if outcome.recipe.stages > 1 else ""
-    yield from (finding for finding in program_findings(planned.call, planned.task) if finding.code != left_out)
+    yield from (finding for finding in program_findings(*subject) if finding.code != left_out)
 
 
 _PINNED_BYTES = 64 * 2**30

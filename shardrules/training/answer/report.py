@@ -17,6 +17,7 @@ from shardrules.planning.answer.explain import RegionUse, SplitDim
 from shardrules.planning.answer.frontier import Frontier, FrontierPoint
 from shardrules.planning.answer.report import read_plan_report
 from shardrules.planning.answer.version import TRAINING_FORMAT
+from shardrules.planning.answer.whole import first_line
 from shardrules.training.stages.run import tick_count
 
 _SHOWN_CANDIDATES = 24
@@ -181,7 +182,7 @@ class TrainingPlanReport:
         return "\n".join(line.rstrip() for line in lines)
 
     def _note(self) -> Iterator[str]:
-        yield f"{self.name} on {self.cluster}: {self._speed_text()}"
+        yield first_line(f"{self.name} on {self.cluster}: {self._speed_text()}", self.findings)
         yield ""
         before = ""
         for head, text in self.rows()[1:]:

@@ -14,6 +14,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from shardrules.analysis.compiling.source import equation_line
 from shardrules.core.errors import MicrobatchError
 from shardrules.planning.traced.calls import open_jaxpr
+from shardrules.planning.traced.factors.grids import params_of_pieces
+from shardrules.planning.traced.factors.grouped import kernel_loops
+from shardrules.planning.traced.factors.table import op_signature
 
 _SIZES = (
     *("shape", "new_sizes", "start_indices", "limit_indices", "slice_sizes", "sizes", "length", "axis_size", "reps"),
@@ -104,6 +107,8 @@ def part_params(equation: Any, other: Any, counts: Counts) -> dict[str, Any]:
     """The parameters that an equation has for a part of the batch."""
     if counts.trace == counts.part:
         return other.params
+    if equation.primitive.name == "pallas_call":
+        return _kernel_params(equation, other, counts)
 
     def resized(value: Any, trace_value: Any) -> Any:
         if isinstance(value, int) and not isinstance(value, bool):
@@ -115,6 +120,19 @@ def part_params(equation: Any, other: Any, counts: Counts) -> dict[str, Any]:
     return {
         name: resized(value, other.params[name]) if name in _SIZES else value for name, value in equation.params.items()
     }
+
+
+def _kernel_params(equation: Any, other: Any, counts: Counts) -> dict[str, Any]:
+    """The parameters of a Pallas kernel for a part of the batch: a smaller grid."""
+    op = op_signature(equation, [True] * len(equation.outvars))
+    loops = None if op is None else kernel_loops(op)
+    if op is None or loops is None:
+        return other.params
+    shapes = [
+        tuple(map(counts.part_size, var.aval.shape, partner.aval.shape))
+        for var, partner in zip(equation.invars, other.invars, strict=True)
+    ]
+    return params_of_pieces(op, loops, shapes)
 
 
 def _difference(equation: Any, other: Any, partner: dict[Any, Any]) -> str:

@@ -6,12 +6,17 @@ from typing import Any
 import attrs
 from jax.extend.core import Literal
 
+from shardrules.analysis.compiling.fused_calls import BACKWARD, SCALED_DOTS
+from shardrules.planning.traced.factors.grouped import ROWS_OPERAND, is_grouped
 from shardrules.planning.traced.factors.table import Factors, op_factors
 from shardrules.planning.traced.program import operation_name
 from shardrules.training.examples.facts import EACH_ROUND, Fact, name_of_step, refused
 from shardrules.training.examples.pairs import Counts
 
-_SUMMING = ("reduce_sum", "dot_general", "ragged_dot_general", "conv_general_dilated", "scatter-add", "scatter-sub")
+_SUMMING = (
+    *("reduce_sum", "dot_general", "ragged_dot_general", "conv_general_dilated", "scatter-add", "scatter-sub"),
+    *(BACKWARD, *SCALED_DOTS),
+)
 """Primitives whose results are sums over the factors that they reduce."""
 
 _PASSING = ("sharding_constraint", "copy", "copy_p", "optimization_barrier")
@@ -123,6 +128,9 @@ def examples_rule(equation: Any, facts: Sequence[Fact], counts: Counts) -> list[
         return [refused(why, equation)] * len(outvars)
     if name in _PASSING:
         return [attrs.evolve(fact, is_own=True, is_whole=False) for fact in facts]
+    if equation.params.get("dropout_rate"):
+        why = f"{name_of_step(equation)} drops elements out by one seed for all examples"
+        return [refused(why, equation)] * len(outvars)
     factors = op_factors(equation)
     if factors is None:
         why = f"{name_of_step(equation)} has no rule that says which dims it computes one by one"
@@ -133,6 +141,9 @@ def examples_rule(equation: Any, facts: Sequence[Fact], counts: Counts) -> list[
         if lookup is not None:
             return [attrs.evolve(lookup, **common)]
         why = f"{name_of_step(equation)} computes with several examples at once"
+        return [refused(why, equation)] * len(outvars)
+    if _is_ragged(equation, factor, factors):
+        why = f"{name_of_step(equation)} has groups of rows of all examples"
         return [refused(why, equation)] * len(outvars)
     pieces = factors.sizes[factor]
     if pieces % counts.runs:
@@ -148,6 +159,15 @@ def _factor(factors: Factors, facts: Sequence[Fact], batched: Sequence[int]) -> 
     others = (names for index, names in enumerate(factors.operands) if index not in batched)
     # What is shared and has all examples of a dim is read for other examples, too.
     return None if factor is None or any(factor in names for names in others) else factor
+
+
+def _is_ragged(equation: Any, factor: int, factors: Factors) -> bool:
+    """Whether a factor is that of rows which are in groups: of a part of them the groups have other sizes."""
+    name, params = equation.primitive.name, equation.params
+    if name == "ragged_dot_general":
+        (dim,) = params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+        return factors.operands[0][dim] == factor
+    return name == "pallas_call" and is_grouped(params) and factors.operands[ROWS_OPERAND][0] == factor
 
 
 def _result_fact(

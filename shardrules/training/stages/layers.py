@@ -6,10 +6,11 @@ from typing import Any, final
 import attrs
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardrules.analysis.compiling.jaxprs import equations, programs_in, scan_counts
+from shardrules.analysis.compiling.jaxprs import programs_in, scan_counts
 from shardrules.analysis.compiling.model_flops import model_flops
 from shardrules.analysis.compiling.source import equation_line, short_line
 from shardrules.core.errors import MicrobatchError
+from shardrules.planning.traced.calls import open_jaxpr
 from shardrules.training.keep.segments import segment_program
 from shardrules.training.stages.rolled import rolled
 
@@ -124,8 +125,12 @@ def _check_layers(loop: Any, by_microbatch: Collection[Any]) -> None:
 
 
 def _inside(equation: Any) -> Iterator[Any]:
-    """The equations of all programs in an equation."""
-    return (each for program in programs_in(equation) for each in equations(program))
+    """The equations of all programs in an equation, but not those of kernels: several at once have a larger grid."""
+    if equation.primitive.name != "pallas_call":
+        for program in programs_in(equation):
+            for each in open_jaxpr(program).eqns:
+                yield each
+                yield from _inside(each)
 
 
 def _reads(equations: Sequence[Any]) -> Iterator[Any]:

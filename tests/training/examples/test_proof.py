@@ -76,6 +76,7 @@ def test_arrays_have_these_forms(fn: Callable[..., Any], form: str, dim: int | N
         ),
         (lambda w, x: lax.cond(jnp.sum(x @ w) > 0, lambda: x, lambda: x @ w), "uses a result of the whole batch"),
         (lambda w, x: jax.checkpoint(lambda h: jnp.log(jnp.sum(h)) * h)(x @ w), "uses a "),
+        (lambda w, x: lax.ragged_dot(x @ w, w[None], jnp.array([len(x)])), "has groups of rows of all examples"),
     ],
 )
 def test_what_uses_several_examples_is_refused(fn: Callable[..., Any], reason: str) -> None:

@@ -24,13 +24,13 @@ _DimPairs: TypeAlias = tuple[Sequence[int], Sequence[int]]
 def _dot(op: OpSignature) -> Loops | None:
     """Any dim may be split. Where a summed one is, devices hold parts of a sum."""
     contracted, batch = op.params["dimension_numbers"]
-    left, right = _dot_names(op, contracted, batch)
-    result = [left[dim] for dim in batch[0]] + _without_dims(left, contracted[0], batch[0])
-    result += _without_dims(right, contracted[1], batch[1])
+    left, right = dot_names(op, contracted, batch)
+    result = [left[dim] for dim in batch[0]] + without_dims(left, contracted[0], batch[0])
+    result += without_dims(right, contracted[1], batch[1])
     return Loops([left, right], [result], [left[dim] for dim in contracted[0]])
 
 
-def _dot_names(op: OpSignature, contracted: _DimPairs, batch: _DimPairs) -> tuple[list[Hashable], list[Hashable]]:
+def dot_names(op: OpSignature, contracted: _DimPairs, batch: _DimPairs) -> tuple[list[Hashable], list[Hashable]]:
     left: list[Hashable] = [("left", dim) for dim in range(len(op.operands[0]))]
     right: list[Hashable] = [("right", dim) for dim in range(len(op.operands[1]))]
     for dim, other in [*zip(*contracted, strict=True), *zip(*batch, strict=True)]:
@@ -38,7 +38,7 @@ def _dot_names(op: OpSignature, contracted: _DimPairs, batch: _DimPairs) -> tupl
     return left, right
 
 
-def _without_dims(names: list[Hashable], *omitted: Sequence[int]) -> list[Hashable]:
+def without_dims(names: list[Hashable], *omitted: Sequence[int]) -> list[Hashable]:
     return [name for dim, name in enumerate(names) if not any(dim in dims for dims in omitted)]
 
 
@@ -52,7 +52,7 @@ def _ragged_dot(op: OpSignature) -> Loops | None:
     rows, groups = list(numbers.lhs_ragged_dimensions), list(numbers.rhs_group_dimensions)
     if any(dim in batch[0] for dim in rows):
         return None
-    left, right = _dot_names(op, contracted, batch)
+    left, right = dot_names(op, contracted, batch)
     # With sizes for each element of a batch, every device would have other rows of each.
     is_batched = len(op.operands[2]) > 1
     unsplit = [left[dim] for dim in (*batch[0], *(rows if is_batched else ()))]
@@ -62,8 +62,8 @@ def _ragged_dot(op: OpSignature) -> Loops | None:
     # Where the rows are what is summed over, there is a sum for each group, and the groups come first.
     sums_rows = any(dim in contracted[0] for dim in rows)
     group_dims: list[Hashable] = [None if is_batched else "group"] if sums_rows else []
-    result = [*group_dims, *(left[dim] for dim in batch[0]), *_without_dims(left, contracted[0], batch[0])]
-    result += _without_dims(right, contracted[1], batch[1], groups)
+    result = [*group_dims, *(left[dim] for dim in batch[0]), *without_dims(left, contracted[0], batch[0])]
+    result += without_dims(right, contracted[1], batch[1], groups)
     reduced = [left[dim] for dim in contracted[0] if left[dim] is not None]
     reduced += [] if sums_rows or is_batched else ["group"]
     operands = [left, right, *(whole(shape) for shape in op.operands[2:])]

@@ -26,6 +26,8 @@ class OpSignature:
     results: tuple[Shape, ...]
     dtypes: tuple[str, ...]  # of the operands, as JAX prints them
     params: Mapping[str, Any]
+    unused: tuple[bool, ...] = ()
+    """Whether nothing reads a result."""
 
 
 @final

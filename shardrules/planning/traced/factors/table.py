@@ -7,7 +7,7 @@ factor here. What it does was observed on compilers for CPUs and GPUs, from JAX 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -15,6 +15,8 @@ from jax import Device
 from jax.core import ShapedArray
 from jax.sharding import AxisType, Sharding
 
+from shardrules.planning.traced.factors.fused import FUSED_RULES
+from shardrules.planning.traced.factors.grouped import kernel_loops
 from shardrules.planning.traced.factors.index import INDEX_RULES
 from shardrules.planning.traced.factors.linear import LINEAR_RULES
 from shardrules.planning.traced.factors.loops import (
@@ -71,8 +73,9 @@ class Factors:
         return tuple(factor for factor in self.reduced if factor not in others)
 
 
-def op_factors(equation: Any) -> Factors | None:
-    """The factors of an equation; `None` where no rule covers its primitive, or this form of it.
+def op_factors(equation: Any, unused: Sequence[bool] = ()) -> Factors | None:
+    """The factors of an equation; `None` where no rule covers its primitive, or this form of it. Of kernels whose
+    results are `unused` more may be split.
 
     ```python
     from shardrules.planning.traced.factors.table import Factors, op_factors
@@ -81,15 +84,15 @@ def op_factors(equation: Any) -> Factors | None:
     assert op_factors(reshape) == Factors(((0, 1),), ((0, 1, None),), sizes=(32, 4))
     ```
     """
-    rule, op = RULES.get(equation.primitive.name), _signature(equation)
+    rule, op = RULES.get(equation.primitive.name), op_signature(equation, unused)
     if rule is None or op is None or not rule.covers(op):
         return None
     loops = rule.find_loops(op)
     return None if loops is None else _number_loops(loops, op)
 
 
-def _signature(equation: Any) -> OpSignature | None:
-    """`None` where not all operands and results are arrays of known shapes."""
+def op_signature(equation: Any, unused: Sequence[bool] = ()) -> OpSignature | None:
+    """An equation without its variables; `None` where not all operands and results are arrays of known shapes."""
     # Tokens, references and dims of unknown size occur in few functions, and no rule is written for them.
     operands, results = ([var.aval for var in side] for side in (equation.invars, equation.outvars))
     for aval in (*operands, *results):
@@ -101,6 +104,7 @@ def _signature(equation: Any) -> OpSignature | None:
         tuple(tuple(aval.shape) for aval in results),
         tuple(str(aval.dtype) for aval in operands),
         equation.params,
+        tuple(unused) or (False,) * len(results),
     )
 
 
@@ -250,5 +254,7 @@ RULES: Mapping[str, LoopRule] = {
     **SHAPE_RULES,
     **INDEX_RULES,
     **LINEAR_RULES,
+    **FUSED_RULES,
+    "pallas_call": LoopRule(kernel_loops, ANY, ANY, ("grid_mapping", "jaxpr")),
 }
 """The rules of all primitives that are known."""

@@ -1,0 +1,128 @@
+"""Loops of Pallas kernels: those that JAX ships, and kernels whose dims must stay whole."""
+
+import inspect
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas.ops
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+
+from shardrules.planning.traced.factors.table import op_factors
+from tests.planning.shipped import OPS, SHIPPED, kernels_in, loaded, struct, text_of
+
+NOT_TRACED = {
+    **dict.fromkeys(("gpu.all_gather_mgpu", "gpu.reduce_scatter_mgpu", "gpu.collective_matmul_mgpu"), "between GPUs"),
+    "tpu.all_gather": "between TPUs: it is for the inside of a shard_map",
+    **dict.fromkeys(
+        (
+            *("gpu.attention_mgpu", "gpu.hopper_matmul_mgpu", "gpu.hopper_mixed_type_matmul_mgpu"),
+            *("gpu.blackwell_matmul_mgpu", "gpu.blackwell_ragged_dot_mgpu"),
+            *("gpu.ragged_dot_mgpu", "gpu.transposed_ragged_dot_mgpu"),
+        ),
+        "kernels in Mosaic address arrays themselves, without blocks: whole",
+    ),
+    **dict.fromkeys(("tpu.random.philox", "tpu.random.threefry"), "from one key, which every device has"),
+}
+"""Modules with kernels that are in no call, and why."""
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_kernels_of_jax_are_split_along_the_dims_that_they_can_be(name: str) -> None:
+    shipped = SHIPPED[name]
+    kernels = kernels_in(jax.make_jaxpr(shipped.fn)(*shipped.args))
+    assert tuple(text_of(op_factors(equation, unused)) for equation, unused in kernels) == shipped.kernels
+
+
+def test_no_module_of_kernels_is_missing() -> None:
+    """A kernel that a new version of JAX ships belongs into `SHIPPED`."""
+    modules = [module.name for module in pkgutil.walk_packages(jax.experimental.pallas.ops.__path__, OPS)]
+    called = {shipped.module for shipped in SHIPPED.values()}
+    with_kernels = [
+        name.removeprefix(OPS)
+        for name in modules
+        if "_call(" in (source := inspect.getsource(loaded(name))) or "plgpu.kernel(" in source
+    ]
+    packages = [name.removeprefix(OPS) for name in called]
+    missing = [name for name in with_kernels if name not in NOT_TRACED and not name.startswith(tuple(packages))]
+    assert (missing, len(with_kernels) > 20) == ([], True)
+
+
+def loops_of(
+    kernel: Callable[..., None], out_specs: Any, *, grid: Any = (4,), in_specs: Any = None, out: Any = None
+) -> str:
+    """The text of a kernel of one operand."""
+    spec = in_specs or pl.BlockSpec((2, 8), lambda i: (i, 0))
+    call = pl.pallas_call(kernel, out or struct(8, 8), grid=grid, in_specs=[spec], out_specs=out_specs)
+    ((equation, unused),) = kernels_in(jax.make_jaxpr(call)(struct(8, 8)))
+    return text_of(op_factors(equation, unused))
+
+
+def spread(x_ref: Any, out_ref: Any) -> None:
+    out_ref[...] = jnp.broadcast_to(x_ref[0, 0], out_ref.shape)
+
+
+ROWS = pl.BlockSpec((2, 8), lambda i: (i, 0))
+
+
+def test_blocks_of_rows_may_be_split() -> None:
+    assert loops_of(spread, ROWS) == "a. -> a."
+
+
+def test_a_kernel_that_asks_for_its_position_is_whole() -> None:
+    def count(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = x_ref[...] + pl.program_id(0).astype(jnp.bfloat16)
+
+    def count_in_a_branch(x_ref: Any, out_ref: Any) -> None:
+        @pl.when(x_ref[0, 0] > 0)
+        def _() -> None:
+            out_ref[...] = x_ref[...] + pl.program_id(0).astype(jnp.bfloat16)
+
+    assert [loops_of(count, ROWS), loops_of(count_in_a_branch, ROWS)] == ["whole", "whole"]
+
+
+def test_a_mapped_kernel_has_a_dim_that_it_cannot_ask_for() -> None:
+    def count(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = x_ref[...] + pl.program_id(0).astype(jnp.bfloat16)
+
+    call = jax.vmap(pl.pallas_call(count, struct(8, 8), grid=(4,), in_specs=[ROWS], out_specs=ROWS))
+    ((equation, unused),) = kernels_in(jax.make_jaxpr(call)(struct(3, 8, 8)))
+    assert text_of(op_factors(equation, unused)) == "a.. -> a.."
+
+
+@pytest.mark.parametrize(
+    ("why", "in_spec", "out_spec"),
+    [
+        ("all positions write one block", ROWS, pl.BlockSpec((2, 8), lambda i: (0, 0))),
+        ("two positions write one block", ROWS, pl.BlockSpec((4, 8), lambda i: (i // 2, 0))),
+        ("blocks are read backwards", pl.BlockSpec((2, 8), lambda i: (3 - i, 0)), ROWS),
+        ("blocks are read along the diagonal", pl.BlockSpec((2, 2), lambda i: (i, i)), ROWS),
+        ("blocks overlap", pl.BlockSpec((pl.Element(2), pl.Element(8)), lambda i: (i, 0)), ROWS),
+        ("blocks do not fill the array", pl.BlockSpec((1, 8), lambda i: (i, 0)), ROWS),
+    ],
+)
+def test_blocks_that_do_not_go_together_are_whole(why: str, in_spec: Any, out_spec: Any) -> None:
+    assert loops_of(spread, out_spec, in_specs=in_spec) == "whole", why
+
+
+def test_what_is_written_over_an_operand_is_split_with_it() -> None:
+    def text(in_spec: Any) -> str:
+        call = pl.pallas_call(
+            spread, struct(8, 8), grid=(4,), in_specs=[in_spec], out_specs=ROWS, input_output_aliases={0: 0}
+        )
+        ((equation, unused),) = kernels_in(jax.make_jaxpr(call)(struct(8, 8)))
+        return text_of(op_factors(equation, unused))
+
+    assert [text(ROWS), text(pl.BlockSpec((8, 8), lambda i: (0, 0)))] == ["a. -> a.", "whole"]
+
+
+def test_several_positions_may_read_one_block() -> None:
+    """As heads of queries read those of keys: splits keep what reads a block together."""
+    spec = pl.BlockSpec((2, 8), lambda i: (i // 2, 0))
+    call = pl.pallas_call(spread, struct(16, 8), grid=(8,), in_specs=[spec], out_specs=ROWS)
+    ((equation, unused),) = kernels_in(jax.make_jaxpr(call)(struct(8, 8)))
+    factors = op_factors(equation, unused)
+    assert (text_of(factors), factors and factors.sizes) == ("a. -> a.", (4,))
