@@ -16,7 +16,7 @@ from shardrules.core.rule import ShardingRule
 from shardrules.core.tree import array_kind
 from shardrules.planning.graph.machine import Assumptions
 from shardrules.planning.query import QueryOptions, check_time_limit
-from shardrules.planning.run.call import struct
+from shardrules.planning.run.call import strong
 from shardrules.planning.solve.deadline import Deadline
 from shardrules.training.answer.make import proved_plan, training_plan
 from shardrules.training.answer.plan import TrainingPlan
@@ -135,7 +135,7 @@ def plan_training(
     model, batch = _shapes(model), _shapes(batch)
     recipe = Recipe(keep=Keep(replaces_checkpoints=replace_checkpoints), accumulate_dtype=accumulate_dtype)
     step = TrainingStep(loss, optimizer, has_aux, trainable, recipe, example_dims)
-    state = eqx.filter_eval_shape(step.init_state, model)
+    state = _shapes(eqx.filter_eval_shape(step.init_state, model))
     step.check_optimizer(model, state)
     options = QueryOptions(memory_limit, pins, devices.hardware, Assumptions(), time_limit, False)
     problem = TrainingProblem(step, model, state, batch, devices, options, host_memory)
@@ -161,8 +161,8 @@ def _check_dtype(dtype: Any) -> None:
 
 
 def _shapes(tree: Any) -> Any:
-    """Returns a tree with shapes instead of arrays."""
-    return jax.tree.map(lambda leaf: leaf if array_kind(leaf) is None else struct(leaf), tree)
+    """Returns a tree with shapes instead of arrays, without weak types: what the step returns has none."""
+    return jax.tree.map(lambda leaf: leaf if array_kind(leaf) is None else strong(leaf), tree)
 
 
 def _check_outcomes(search: TrainingSearch, name: str) -> None:

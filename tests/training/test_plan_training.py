@@ -58,6 +58,28 @@ def test_planned_steps_equal_plain_steps(plan: TrainingPlan) -> None:
             np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6)
 
 
+def test_scales_of_weak_types_are_trained_and_restored(tmp_path: Any) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        return jnp.mean(((batch @ model["up"]) * model["scale"] * model["gain"] - 1) ** 2)
+
+    def make() -> Any:
+        return {"up": jnp.ones((16, 16)), "scale": jnp.full((16,), 0.1), "gain": jnp.array(0.1)}
+
+    batch, step = jnp.full((64, 16), 0.5), TrainingStep(loss, OPTIMIZER)
+    plan = sr.plan_training(loss, make(), OPTIMIZER, batch, cluster=jax.devices())
+    assert not any(array.weak_type for array in plan.planned.call.structs)
+    model, state = plan.init(make)()
+    expected, expected_state = make(), step.init_state(make())
+    for _ in range(3):
+        model, state, loss_value, _ = plan.step(model, state, batch)
+        expected, expected_state, expected_loss, _ = step(expected, expected_state, batch)
+        np.testing.assert_allclose(loss_value, expected_loss, rtol=1e-5)
+    sr.save_equinox(tmp_path / "step.eqx", (model, state))
+    restored = sr.load_equinox(tmp_path / "step.eqx", plan.init(make)(), plan.as_rule(), plan.mesh)
+    *_, loss_value, _ = plan.step(*restored, batch)
+    np.testing.assert_allclose(loss_value, step(expected, expected_state, batch)[2], rtol=1e-5)
+
+
 def test_every_candidate_says_why_it_lost(plan: TrainingPlan) -> None:
     first, *others = plan.candidates
     assert first.reason == ""

@@ -11,7 +11,10 @@ from shardrules.planning.traced.program import operation_name
 from shardrules.training.examples.facts import EACH_ROUND, Fact, name_of_step, refused
 from shardrules.training.examples.pairs import Counts
 
-_SUMMING = ("reduce_sum", "dot_general", "ragged_dot_general", "conv_general_dilated", "scatter-add", "scatter-sub")
+_SUMMING = (
+    *("reduce_sum", "dot_general", "ragged_dot_general", "conv_general_dilated", "scatter-add", "scatter-sub"),
+    "region",
+)
 """Primitives whose results are sums over the factors that they reduce."""
 
 _PASSING = ("sharding_constraint", "copy", "copy_p", "optimization_barrier")
@@ -146,8 +149,11 @@ def _factor(factors: Factors, facts: Sequence[Fact], batched: Sequence[int]) -> 
     along = {factors.operands[index][facts[index].dim or 0] for index in batched}
     factor = next(iter(along)) if len(along) == 1 else None
     others = (names for index, names in enumerate(factors.operands) if index not in batched)
-    # What is shared and has all examples of a dim is read for other examples, too.
-    return None if factor is None or any(factor in names for names in others) else factor
+    # What is shared and has all examples of a dim is read for other examples, too. And pieces that are exchanged are
+    # computed from each other.
+    if factor in (None, factors.exchange, *factors.positional) or any(factor in names for names in others):
+        return None
+    return factor
 
 
 def _result_fact(
@@ -163,6 +169,10 @@ def _result_fact(
         return Fact("examples", dims[0], is_own=True, **indices, **common)
     if dims:
         return refused(f"{name_of_step(equation)} has the examples in several dims", equation)
+    if factor not in factors.summed(index):
+        # Of several results, one that no operand with examples reaches.
+        reaching = any(fact.is_trained for fact in facts if fact.form == "shared")
+        return Fact("shared", is_trained=reaching, is_whole=True)
     # Other operands of a scatter are what the sum is added to.
     adds_to_zero = not name.startswith("scatter") or facts[0].is_zero
     if factor in factors.reduced and name in _SUMMING and adds_to_zero:

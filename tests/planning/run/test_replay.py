@@ -256,8 +256,36 @@ def test_other_trees_are_named() -> None:
 
 def test_another_function_is_refused() -> None:
     plan = step_plan("data:8")
-    with pytest.raises(TreeError, match="what it computes is not"):
+    with pytest.raises(TreeError, match=r"what it computes is not: in the plan .* \(.*\.py:\d+\) is .*\. Plan again"):
         plan.jit(lambda w, x, y: (w, mlp_loss(w, x, y)))(*STEP.args)  # which has no gradient
+
+
+@pytest.mark.parametrize("donate", [(), (0,)])
+def test_arrays_of_weak_types_may_come_back_without(donate: Any) -> None:
+    def fn(p: Any, x: Any) -> Any:
+        return {
+            "scale": p["scale"] * 2.0 - x.sum(0).astype(jnp.float32),
+            "half": p["half"].astype(jnp.float32) + 1,
+        }, x * p["half"]
+
+    p, x = {"scale": jnp.full((8,), 0.1), "half": jnp.array(0.5)}, real(16, 8).astype(jnp.bfloat16)
+    assert p["scale"].weak_type
+    assert p["half"].weak_type
+    run = sr.autoplan(fn, p, x, mesh=mesh_of("data:8"), hardware=FAST).jit(fn, donate_argnums=donate)
+    expected, scaled = fn(p, x)
+    first, result = run(p, x)
+    assert result.dtype == scaled.dtype == jnp.bfloat16
+    again, _ = run(first, x)
+    for leaf, other in zip(jax.tree.leaves(again), jax.tree.leaves(fn(expected, x)[0]), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-6)
+    assert run._prepared((first, x))[1]._cache_size() == 1  # compiled once
+    assert run.lower(p, x).as_text() == run.lower(first, x).as_text()
+
+
+def test_arrays_may_have_weak_types_where_the_plan_has_none() -> None:
+    shape = jax.ShapeDtypeStruct((16,), jnp.float32)
+    run = sr.autoplan(lambda x: x * 2, shape, mesh=mesh_of("data:8"), hardware=FAST).jit(lambda x: x * 2)
+    np.testing.assert_array_equal(run(jnp.full(16, 0.5)), np.ones(16))
 
 
 @pytest.mark.parametrize(
