@@ -58,15 +58,16 @@ class _Line:
 
     name: str
     operands: _Operands = attrs.field(factory=list)
-    shapes: Sequence[Any] = ""
-    params: Sequence[tuple[str, str]] = ""
+    shapes: Sequence[Any] = ()
+    params: Sequence[tuple[str, str]] = ()
     equation: Any = None
     constants: Sequence[Any] = ()
 
     @property
     def text(self) -> str:
         """The same in every process."""
-        return f"{self.name}{self.operands}{self.shapes}{self.params}"
+        computed = "" if self.equation is None else f"{self.shapes}{self.params}"
+        return f"{self.name}{self.operands}{computed}"
 
     @property
     def shown(self) -> str:

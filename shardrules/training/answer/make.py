@@ -300,13 +300,12 @@ def _findings(
         )
     elif outcome.peak_bytes > NEAR_RATIO * limit:
         yield attrs.evolve(near_the_limit(limit, outcome.peak_bytes), remedy="Pass prove=3 to ask the compiler")
-    free = search.free.get(outcome.shape)
-    if outcome.recipe.microbatches == 1 and free is not None and not free.fits and search.problem.split_refusal:
-        yield Finding(
-            "note",
-            "whole-batch",
-            "microbatches would take less memory, and are none: " + " ".join(search.problem.split_refusal.split()),
-        )
+    may_be_split = search.microbatches is None and search.problem.loss.batch_size > 1
+    if outcome.recipe.microbatches == 1 and may_be_split and search.problem.split_refusal:
+        free = search.free.get(outcome.shape)
+        needs_less = free is not None and not free.fits
+        what = "microbatches would take less memory, and are none" if needs_less else "the batch stays whole"
+        yield Finding("note", "whole-batch", f"{what}: " + " ".join(search.problem.split_refusal.split()))
     if search.is_late:
         yield Finding(
             "warning",

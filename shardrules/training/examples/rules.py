@@ -8,7 +8,7 @@ from jax.extend.core import Literal
 
 from shardrules.planning.traced.factors.table import Factors, op_factors
 from shardrules.planning.traced.program import operation_name
-from shardrules.training.examples.facts import EACH_ROUND, Fact, name_of_step, refused
+from shardrules.training.examples.facts import EACH_ROUND, Fact, name_of_step, refused, refused_misfit
 from shardrules.training.examples.pairs import Counts
 
 _SUMMING = (
@@ -117,8 +117,7 @@ def examples_rule(equation: Any, facts: Sequence[Fact], counts: Counts) -> list[
     name, outvars = operation_name(equation), equation.outvars
     batched = [index for index, fact in enumerate(facts) if fact.form == "examples"]
     if any(fact.is_misfit for fact in facts):
-        why = f"{name_of_step(equation)} uses an array that depends on the number of examples in several dims"
-        return [refused(why, equation)] * len(outvars)
+        return [refused_misfit(equation, facts, counts)] * len(outvars)
     if any(facts[index].dim is EACH_ROUND for index in batched):
         if all(facts[index].dim is EACH_ROUND for index in batched):
             return [Fact("examples", EACH_ROUND, is_own=True, **common) for _ in outvars]
