@@ -100,8 +100,9 @@ def plan_training(
 
     `DoesNotFitError` if no plan can fit on any mesh; `PlanError` if pins or constraints suit no mesh, or if the
     optimizer evaluates the loss again, as line searches do; `ConfigError` and `ConfigTypeError` for an argument that
-    cannot be used; `MicrobatchError` for a loss or a batch that cannot be split into the requested microbatches;
-    `TargetError` and `MeshError` for a cluster that does not exist.
+    cannot be used, such as a batch without examples, or a loss that does not depend on the model or is another program
+    each time that it is traced; `MicrobatchError` for a loss or a batch that cannot be split into the requested
+    microbatches; `TargetError` and `MeshError` for a cluster that does not exist.
 
     ```python
     import optax
@@ -139,6 +140,7 @@ def plan_training(
     step.check_optimizer(model, state)
     options = QueryOptions(memory_limit, pins, devices.hardware, Assumptions(), time_limit, False)
     problem = TrainingProblem(step, model, state, batch, devices, options, host_memory)
+    problem.check_loss()
     if microbatches is not None:
         problem.check_split(microbatches)
     search = TrainingSearch(problem, microbatches, stages, deadline, progress or (lambda text: None))

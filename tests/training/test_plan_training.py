@@ -80,6 +80,27 @@ def test_scales_of_weak_types_are_trained_and_restored(tmp_path: Any) -> None:
     np.testing.assert_allclose(loss_value, step(expected, expected_state, batch)[2], rtol=1e-5)
 
 
+def test_what_the_loss_leaves_out_is_found() -> None:
+    model = {"up": jnp.ones((16, 16)), "layers": [{"unused": jnp.ones(4)}, {"unused": jnp.ones(4)}]}
+    plan = sr.plan_training(
+        lambda m, x: jnp.mean((x @ m["up"]) ** 2), model, OPTIMIZER, jnp.ones((64, 16)), cluster="cpu:2"
+    )
+    (finding,) = [finding for finding in plan.report.findings if finding.code == "no-gradient"]
+    assert (finding.severity, finding.path, finding.count) == ("warning", "model/layers/*/unused", 2)
+
+
+def test_losses_that_cannot_be_planned_are_refused() -> None:
+    counts = iter(range(1, 100))
+    w, x = jnp.ones((16, 16)), jnp.ones((64, 16))
+    for loss, batch, text in (
+        (lambda w, x: jnp.mean(x**2), x, "does not depend on what is trained"),
+        (lambda w, x: jnp.mean((x @ w) ** 2), x[:0], "the batch has no examples"),
+        (lambda w, x: jnp.mean((x @ w) ** next(counts)), x, "another program each time that it is traced"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            sr.plan_training(loss, w, OPTIMIZER, batch, cluster="cpu:2")
+
+
 def test_every_candidate_says_why_it_lost(plan: TrainingPlan) -> None:
     first, *others = plan.candidates
     assert first.reason == ""

@@ -1,6 +1,7 @@
 """Random numbers in microbatches: those that the whole batch draws, by every sampler of JAX and every kind of key."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ DRAWS: dict[str, Draw] = {
     "fold_in": lambda key, shape: jax.random.normal(jax.random.fold_in(key, 3), shape),
     "multinomial": lambda key, shape: jax.random.multinomial(key, 5.0, jnp.array([0.4, 0.6]), shape=(*shape, 2)),
     "multivariate_normal": lambda key, shape: jax.random.multivariate_normal(key, jnp.ones(2), VALUES["cov"], shape),
-    "permutation": lambda key, shape: jax.random.permutation(key, *(shape or (5,))),
+    "permutation": lambda key, shape: jax.random.permutation(key, math.prod(shape or (5,))),
     "split": lambda key, shape: jax.random.normal(jax.random.split(key)[1], shape),
 }
 """Samplers that take other arguments than most."""
@@ -40,7 +41,7 @@ FROM_EACH_KEY: dict[str, Draw] = {
     "split for each example": lambda key, shape: jax.vmap(jax.random.normal)(jax.random.split(key, shape)),
     "fold_in of each example": lambda key, shape: jax.vmap(
         lambda index: jax.random.gamma(jax.random.fold_in(key, index), 2.0)
-    )(jnp.arange(*shape)),
+    )(jnp.arange(math.prod(shape))),
 }
 """Numbers by a key for each example, made from one key."""
 

@@ -7,12 +7,14 @@ from typing import Any, TypeAlias, final
 
 import attrs
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardrules.analysis.compiling.jaxprs import programs_in
 from shardrules.analysis.compiling.source import equation_line, short_line
+from shardrules.planning.traced.calls import open_jaxpr
 
 _Operands: TypeAlias = list[int | None]
 """For each operand which variable it is; `None` for constants."""
@@ -24,7 +26,7 @@ def fingerprint(program: ClosedJaxpr) -> str:
     The values of constants are not in it: they change nothing about where arrays go.
     """
     digest = hashlib.sha256()
-    for line in _lines(program.jaxpr):
+    for line in _lines(program):
         digest.update(line.text.encode())
     return digest.hexdigest()[:16]
 
@@ -41,13 +43,11 @@ def first_difference(program: ClosedJaxpr, other: ClosedJaxpr, *, with_values: b
     assert first_difference(sine, cosine).startswith("sin float32[4]")
     ```
     """
-    for line, replacement in itertools.zip_longest(_lines(program.jaxpr), _lines(other.jaxpr), fillvalue=_END):
+    for line, replacement in itertools.zip_longest(_lines(program), _lines(other), fillvalue=_END):
         if line.text != replacement.text:
             return f"{line.shown} is {line.change(replacement)}"
         if with_values and not _are_equal(line.constants, replacement.constants):
             return f"a constant of {line.shown} has another value"
-    if with_values and not _are_equal(program.consts, other.consts):
-        return "an array that is a constant in it has other values"
     return ""
 
 
@@ -92,18 +92,21 @@ class _Line:
 _END = _Line("the end")
 
 
-def _lines(program: Jaxpr) -> Iterator[_Line]:
+def _lines(program: ClosedJaxpr | Jaxpr) -> Iterator[_Line]:
     """Yields what each equation is, with the programs inside it, and what the program returns."""
+    jaxpr = open_jaxpr(program)
+    values = dict(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=False))
     # Variables differ in each trace; the order in which they are bound does not.
-    indices = {var: index for index, var in enumerate((*program.constvars, *program.invars))}
+    indices = {var: index for index, var in enumerate((*jaxpr.constvars, *jaxpr.invars))}
 
     def names(atoms: Sequence[Any]) -> _Operands:
         return [None if isinstance(atom, Literal) else indices[atom] for atom in atoms]
 
-    def constants(atoms: Sequence[Any]) -> list[Any]:
-        return [atom.val for atom in atoms if isinstance(atom, Literal)]
+    def values_of(atoms: Sequence[Any]) -> list[Any]:
+        constants = [atom.val if isinstance(atom, Literal) else values.get(atom) for atom in atoms]
+        return [value for value in constants if value is not None]
 
-    for equation in program.eqns:
+    for equation in jaxpr.eqns:
         shapes = [
             (tuple(var.aval.shape), str(var.aval.dtype))
             for var in equation.outvars
@@ -112,12 +115,12 @@ def _lines(program: Jaxpr) -> Iterator[_Line]:
         # Only what prints alike in every process: the repr of a function has an address in it.
         params = sorted((name, repr(value)) for name, value in equation.params.items() if _is_plain(value))
         operands = names(equation.invars)
-        yield _Line(equation.primitive.name, operands, shapes, params, equation, constants(equation.invars))
+        yield _Line(equation.primitive.name, operands, shapes, params, equation, values_of(equation.invars))
         for inner in programs_in(equation):
-            yield from _lines(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+            yield from _lines(inner)
         for var in equation.outvars:
             indices[var] = len(indices)
-    yield _Line("return ", names(program.outvars), constants=constants(program.outvars))
+    yield _Line("return ", names(jaxpr.outvars), constants=values_of(jaxpr.outvars))
 
 
 def _is_plain(value: Any) -> bool:
@@ -134,6 +137,6 @@ def _are_equal(values: Sequence[Any], others: Sequence[Any]) -> bool:
 def _is_equal(value: Any, other: Any) -> bool:
     if value is other:
         return True
-    if hasattr(value, "dtype") and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+    if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.extended):
         value, other = jax.random.key_data(value), jax.random.key_data(other)
     return np.asarray(value).tobytes() == np.asarray(other).tobytes()

@@ -2,17 +2,14 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import attrs
-import jax
-from jax.extend.core import jaxpr_as_fun
 
 from shardrules.analysis.compiling.compile import name_of
 from shardrules.analysis.compiling.model_flops import model_matmuls
 from shardrules.core.axes import mesh_sizes, mesh_text
 from shardrules.core.check import bytes_text
-from shardrules.core.finding import Finding
+from shardrules.core.finding import Finding, merged
 from shardrules.core.spec import shard_bytes
 from shardrules.planning.answer.findings import machine_findings, near_the_limit, program_findings
 from shardrules.planning.answer.frontier import FrontierPoint
@@ -22,7 +19,6 @@ from shardrules.training.answer.plan import TrainingPlan
 from shardrules.training.answer.prove import ProvedPlan, plans_to_prove, prove_outcome, ranked
 from shardrules.training.answer.report import Advice, TrainingCandidate, TrainingPlanReport
 from shardrules.training.answer.tokens import token_count
-from shardrules.training.keep.flat import flattened
 from shardrules.training.search.problem import Outcome, TrainingProblem, plan_once
 from shardrules.training.search.search import TrainingSearch
 from shardrules.training.search.staged import search_again
@@ -102,21 +98,13 @@ def training_plan(
 
 def _model_flops(problem: TrainingProblem) -> tuple[int, float]:
     """Returns the FLOPs of matmuls in the step as it is written, and how many of them all devices reach in a second."""
-    trace = problem.loss
     # What jax.checkpoint computes again is not the model's.
-    program = flattened(trace.jaxpr, replace_checkpoints=True)
-    gradient = jax.grad(_scalar(program), tuple(range(trace.trainable_count)))
-    matmuls = list(model_matmuls(jax.make_jaxpr(gradient)(*trace.jaxpr.in_avals)))
+    matmuls = list(model_matmuls(problem.loss.gradient))
     flops = sum(matmul.flops for matmul in matmuls)
     hardware = problem.cluster.hardware
     # Of several types, each at its own rate: what all of them take at their peaks.
     seconds = sum(matmul.flops / hardware.flops_per_second(matmul.equation.invars[0].aval.dtype) for matmul in matmuls)
     return flops, problem.cluster.count * flops / seconds if seconds else 0.0
-
-
-def _scalar(jaxpr: Any) -> Any:
-    program = jaxpr_as_fun(jaxpr)
-    return lambda *arrays: program(*arrays)[0]
 
 
 def _memory(planned: AutoPlan, outcome: Outcome) -> tuple[tuple[str, int], ...]:
@@ -322,6 +310,16 @@ def _findings(
             "it, such as running means, is lost",
             remedy="Unless it is frozen, return the loss and the new state, and pass has_aux=True",
         )
+    yield from merged(
+        Finding(
+            "warning",
+            "no-gradient",
+            "is trained, and the loss does not depend on it, or not by a derivative",
+            path,
+            "Compute the loss from it, or leave it out by trainable=",
+        )
+        for path in search.problem.loss.without_gradient
+    )
     yield from _host_findings(search, outcome)
     cluster = search.problem.cluster
     yield from machine_findings(planned.mesh, None if cluster.is_assumed else cluster.hardware)

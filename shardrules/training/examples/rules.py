@@ -19,9 +19,10 @@ _SUMMING = (
 
 _PASSING = ("sharding_constraint", "copy", "copy_p", "optimization_barrier")
 
-_ADDING = ("add", "add_any", "sub")
+ADDING = ("add", "add_any", "sub")
+"""Primitives that add arrays up."""
 
-_LINEAR = [
+LINEAR = [
     "neg",
     "convert_element_type",
     "reduce_sum",
@@ -54,7 +55,7 @@ _LINEAR = [
 """Primitives that do to each part of a sum what they do to the sum, where all operands are sums or zeros."""
 
 _MOVING = ("dynamic_slice", "gather", "select_n", "pad", "dynamic_update_slice", "scatter-add")
-"""As `_LINEAR`, with indices, a predicate or zeros among the operands."""
+"""As `LINEAR`, with indices, a predicate or zeros among the operands."""
 
 _KEEPING_INDICES = (
     "broadcast_in_dim",
@@ -71,7 +72,7 @@ def uses_sums(equation: Any, facts: Sequence[Fact]) -> Fact:
     """The fact of the results of an equation that reads sums over examples, or what is computed from them."""
     common: dict[str, Any] = {"is_trained": any(fact.is_trained for fact in facts), "from_batch": True}
     name = equation.primitive.name
-    added = name in _ADDING and all(fact.form == "sum" or fact.dim is EACH_ROUND for fact in facts)
+    added = name in ADDING and all(fact.form == "sum" or fact.dim is EACH_ROUND for fact in facts)
     if added and any(fact.form == "examples" for fact in facts) and all(fact.form != "shared" for fact in facts):
         return Fact("sum", **common)  # in a loop over examples, each round adds that of its example
     if any(fact.is_part_only for fact in facts):
@@ -92,7 +93,7 @@ def _is_linear(equation: Any, facts: Sequence[Fact]) -> bool:
     dtypes = [var.aval.dtype for var in (*equation.invars, *equation.outvars)]
     if name == "convert_element_type":
         return all(dtype.kind in "fcV" for dtype in dtypes) or dtypes[0].kind in "iu"
-    if name in (*_ADDING, *_LINEAR):
+    if name in (*ADDING, *LINEAR):
         return all(is_sum)
     if name in ("mul", "dot_general", "conv_general_dilated"):
         return forms.count("sum") == 1

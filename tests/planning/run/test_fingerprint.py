@@ -45,7 +45,7 @@ def test_the_first_difference_is_named(fn: Any, other: Any, text: str) -> None:
     [
         (lambda x: x * 2.0, lambda x: x * 3.0, r"a constant of mul float32\[4,8\]"),
         (lambda x: x * jnp.nan, lambda x: x * jnp.nan, ""),
-        (lambda x: x * np.arange(8.0), lambda x: x * np.arange(1.0, 9.0), "an array that is a constant"),
+        (lambda x: x * np.arange(8.0), lambda x: x * np.arange(1.0, 9.0), r"a constant of .* float32\[.*8\]"),
         (lambda x: x + jax.random.normal(jax.random.key(0), (8,)), lambda x: x + 1, r"random"),
     ],
 )
