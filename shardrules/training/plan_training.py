@@ -136,7 +136,7 @@ def plan_training(
     model, batch = _shapes(model), _shapes(batch)
     recipe = Recipe(keep=Keep(replaces_checkpoints=replace_checkpoints), accumulate_dtype=accumulate_dtype)
     step = TrainingStep(loss, optimizer, has_aux, trainable, recipe, example_dims)
-    state = _shapes(eqx.filter_eval_shape(step.init_state, model))
+    state = eqx.filter_eval_shape(step.init_state, model)
     step.check_optimizer(model, state)
     options = QueryOptions(memory_limit, pins, devices.hardware, Assumptions(), time_limit, False)
     problem = TrainingProblem(step, model, state, batch, devices, options, host_memory)
@@ -163,7 +163,7 @@ def _check_dtype(dtype: Any) -> None:
 
 
 def _shapes(tree: Any) -> Any:
-    """Returns a tree with shapes instead of arrays, without weak types: what the step returns has none."""
+    """Returns a tree with shapes instead of arrays, without weak types: what steps and checkpoints return has none."""
     return jax.tree.map(lambda leaf: leaf if array_kind(leaf) is None else strong(leaf), tree)
 
 

@@ -109,8 +109,32 @@ def read_call(
     """Traces a function, which may use the axis names of a mesh; nothing is run.
 
     `on_host`: which arrays are in the memory of the host; by default those that are, or whose sharding says so.
-    `weak_types`: which are traced as arrays of weak types, such as `jnp.array(0.1)`; by default those that are.
+    `weak_types`: which are traced as arrays of weak types, such as `jnp.array(0.1)`; by default those that are, but for
+    arguments that come back as results. A rate cannot be told from a loss: scalars alone keep theirs.
     """
+    if weak_types is not None:
+        return _read_call(fn, args, mesh, name, on_host, weak_types)
+    arrays = [[leaf for leaf in jtu.tree_leaves(arg) if array_kind(leaf) is not None] for arg in args]
+    given = [struct(leaf).weak_type for group in arrays for leaf in group]
+    is_scalar = [len(group) == 1 and not leaf.shape for group in arrays for leaf in group]
+    first = [weak and scalar for weak, scalar in zip(given, is_scalar, strict=True)]
+    call = _read_call(fn, args, mesh, name, on_host, first)
+    returned = set(call.feedback.values())
+    lasting = [
+        weak and (scalar or index not in returned)
+        for index, (weak, scalar) in enumerate(zip(given, is_scalar, strict=True))
+    ]
+    return call if lasting == first else _read_call(fn, args, mesh, name, on_host, lasting)
+
+
+def _read_call(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    mesh: AnyMesh,
+    name: str,
+    on_host: Sequence[bool] | None,
+    weak_types: Sequence[bool],
+) -> Call:
     leaves, treedef = jtu.tree_flatten(args)
     array_leaves = [leaf for leaf in leaves if array_kind(leaf) is not None]
     outputs: list[Any] = []
@@ -131,13 +155,13 @@ def read_call(
             )
         return [leaf for leaf in jtu.tree_leaves(outputs[-1]) if array_kind(leaf) is not None]
 
-    structs = tuple(map(struct, array_leaves))
-    if weak_types is not None and len(weak_types) == len(structs):
+    structs = tuple(map(strong, array_leaves))
+    if len(weak_types) == len(structs):  # else another tree than was planned, which is refused later
         structs = tuple(
             jax.ShapeDtypeStruct(array.shape, array.dtype, weak_type=flag)
             for array, flag in zip(structs, weak_types, strict=True)
         )
-    if on_host is None or len(on_host) != len(structs):  # another tree than was planned, which is refused later
+    if on_host is None or len(on_host) != len(structs):
         on_host = [is_in_host_memory(leaf) for leaf in array_leaves]
     types = [_host_type(array) if flag else array for array, flag in zip(structs, on_host, strict=True)]
     names = argument_names(fn, len(args))
@@ -192,8 +216,7 @@ def struct(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def strong(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of an array without a weak type: what a step returns in its place has none, nor has
-    what a checkpoint restores."""
+    """Returns the shape and dtype of an array, without a weak type."""
     array = struct(leaf)
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 

@@ -139,7 +139,7 @@ class PlannedFunction:
 
     def _jitted(self, args: tuple[Any, ...]) -> tuple[Call, Any]:
         mesh = concrete_mesh(self.mesh)
-        # Steps return arrays without weak types in the place of those that have some: these are traced as planned, too.
+        # As planned, whatever types the arrays have now: a checkpoint restores none that are weak.
         weak_types = [array.weak_type for array in self.planned.structs]
         call = read_call(self.fn, args, mesh, self.planned.name, self.planned.on_host, weak_types)
         if call.fingerprint != self.planned.fingerprint or call.structs != self.planned.structs:

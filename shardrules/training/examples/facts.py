@@ -54,7 +54,7 @@ class Fact:
     reason: str = ""
     """Why it is refused."""
     pieces: int = 0
-    """How many pieces of several examples a batch has, where it is refused, or a misfit, because runs tear them apart."""
+    """How many pieces of several examples a batch has, where it is refused or misfits because runs tear them apart."""
 
     @property
     def is_part_only(self) -> bool:
