@@ -115,14 +115,14 @@ def read_call(
     if weak_types is not None:
         return _read_call(fn, args, mesh, name, on_host, weak_types)
     arrays = [[leaf for leaf in jtu.tree_leaves(arg) if array_kind(leaf) is not None] for arg in args]
-    given = [struct(leaf).weak_type for group in arrays for leaf in group]
+    is_weak = [struct(leaf).weak_type for group in arrays for leaf in group]
     is_scalar = [len(group) == 1 and not leaf.shape for group in arrays for leaf in group]
-    first = [weak and scalar for weak, scalar in zip(given, is_scalar, strict=True)]
+    first = [weak and scalar for weak, scalar in zip(is_weak, is_scalar, strict=True)]
     call = _read_call(fn, args, mesh, name, on_host, first)
     returned = set(call.feedback.values())
     lasting = [
         weak and (scalar or index not in returned)
-        for index, (weak, scalar) in enumerate(zip(given, is_scalar, strict=True))
+        for index, (weak, scalar) in enumerate(zip(is_weak, is_scalar, strict=True))
     ]
     return call if lasting == first else _read_call(fn, args, mesh, name, on_host, lasting)
 
