@@ -60,8 +60,8 @@ def check_region(
 
     **Raises:**
 
-    `ExpectationError`, which is an `AssertionError`, with every split whose results, gradients or bytes differ;
-    `MeshError` where there are too few CPU devices.
+    `ExpectationError`, which is an `AssertionError`, with every split whose results, gradients or bytes differ, and
+    with results and gradients that are only NaN; `MeshError` where there are too few CPU devices.
 
     ```python
     @sr.region("rows dim -> rows dim", split="rows")
@@ -111,6 +111,12 @@ def _arrays(operands: Sequence[Any]) -> list[Any]:
     if problems:
         raise ConfigTypeError(f"check_region fills shapes of floats only; pass arrays: {', '.join(problems)}")
     return arrays
+
+
+def _elements(array: Any) -> Any:
+    """An array as numpy computes with it."""
+    elements = np.asarray(array)
+    return elements if elements.dtype.kind in "fciub" else elements.astype(np.float32)  # bfloat16 and smaller
 
 
 @final
@@ -168,7 +174,7 @@ class _Check:
                 f"check_region cannot split {', '.join(uneven)} over {len(self.devices)} devices: pass operands whose "
                 "dims can be"
             )
-        problems: list[str] = []
+        problems = list(self._incomparable())
         pieces: dict[_Group, int] = {}  # of letters that hold by themselves
         for group, possible in counts.items():
             # Some mistakes show in small shards only, those of an exchange on more than two devices: both neighbours in
@@ -247,6 +253,13 @@ class _Check:
     def _whole_values(self) -> dict[str, Any]:
         return jax.jit(self._run)(*jax.device_put(self.operands, self.devices[0]))
 
+    def _incomparable(self) -> Iterator[str]:
+        """Yields results and gradients that are only NaN, which say nothing of the shards'."""
+        for name, array in self._whole_values.items():
+            elements = _elements(array)
+            if elements.size and np.isnan(elements).all():
+                yield f"whole: {name} is only NaN, so that nothing can be compared; pass operands for which it is not"
+
     @property
     def _trained(self) -> list[int]:
         """The operands that have gradients."""
@@ -290,9 +303,7 @@ class _Check:
     def _difference(self, actual: Any, expected: Any) -> str:
         """By how much an array differs; empty where it is by rounding."""
         tolerance = _TOLERANCES.get(str(expected.dtype), 0.0) if self.tolerance is None else self.tolerance
-        here, whole = (np.asarray(array) for array in (actual, expected))
-        if whole.dtype.kind not in "fciub":  # bfloat16 and smaller
-            here, whole = here.astype(np.float32), whole.astype(np.float32)
+        here, whole = _elements(actual), _elements(expected)
         largest = float(np.abs(whole, where=np.isfinite(whole), out=np.zeros(whole.shape)).max(initial=0))
         is_same = (here == whole) | (np.isnan(here) & np.isnan(whole))  # infinities have no difference
         difference = float(np.abs(np.where(is_same, 0.0, here) - np.where(is_same, 0.0, whole)).max(initial=0))

@@ -223,7 +223,11 @@ class ShardFunction:
         in_axes = [0 if flag else None for flag in is_batched]
 
         def run(exchange: Axes, *operands: Any) -> list[Any]:
-            return jax.vmap(functools.partial(self.run, exchange), in_axes)(*operands)
+            each = functools.partial(self.run, exchange)
+            try:
+                return jax.vmap(each, in_axes)(*operands)
+            except NotImplementedError:  # as of `jax.lax.ragged_dot`, and of kernels without a rule for it
+                return _one_by_one(each, is_batched, operands)
 
         return attrs.evolve(
             self,
@@ -370,6 +374,17 @@ def _in_same_settings(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]
             return run(*operands)
 
     return run_in_them
+
+
+def _one_by_one(run: Callable[..., list[Any]], is_batched: Sequence[bool], operands: Sequence[Any]) -> list[Any]:
+    """As `jax.vmap` over the first dim of some operands, in a loop."""
+    mapped = [operand for operand, flag in zip(operands, is_batched, strict=True) if flag]
+
+    def call(arrays: list[Any]) -> list[Any]:
+        slices = iter(arrays)
+        return run(*(next(slices) if flag else operand for operand, flag in zip(operands, is_batched, strict=True)))
+
+    return lax.map(call, mapped)
 
 
 def _cost_of_all(cost: Callable[..., Any], is_batched: Sequence[bool], *operands: jax.ShapeDtypeStruct) -> Any:

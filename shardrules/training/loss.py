@@ -1,5 +1,6 @@
 """The loss of a model on a batch, traced: what is trained, what is fixed and what has examples apart."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -8,15 +9,19 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from shardrules.core.boxes import ArgumentVariables, shared_leaves
 from shardrules.core.callables import name_of
 from shardrules.core.errors import ConfigError, ConfigTypeError, TreeError, printable
+from shardrules.core.finding import template
 from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.planning.run.call import struct
 from shardrules.planning.run.expand import expanded
+from shardrules.planning.run.fingerprint import first_difference
 from shardrules.training.batch import ExampleDims, example_count, guessed_dims, named_dims
+from shardrules.training.keep.flat import flattened
+from shardrules.training.zeros import zero_results
 
 _Leaves = tuple[Any, ...]
 
@@ -62,6 +67,36 @@ class TracedLoss:
         """Returns the same loss, traced with another number of examples."""
         return self if batch_size == self.batch_size else self.split.trace(batch_size)
 
+    @functools.cached_property
+    def gradient(self) -> ClosedJaxpr:
+        """The program of the gradients, in which nothing is computed twice."""
+        program = jaxpr_as_fun(flattened(self.jaxpr, replace_checkpoints=True))
+        gradient = jax.grad(lambda *arrays: program(*arrays)[0], tuple(range(self.trainable_count)))
+        return jax.make_jaxpr(gradient)(*self.jaxpr.in_avals)
+
+    @functools.cached_property
+    def without_gradient(self) -> tuple[str, ...]:
+        """The paths of the trainable arrays whose gradients are zeros, whatever arrays are."""
+        paths = [path for path, trains in zip(self.split.model_paths, self.split.is_trainable, strict=True) if trains]
+        return tuple(path for path, flag in zip(paths, zero_results(self.gradient), strict=True) if flag)
+
+    def check(self) -> None:
+        """Raises an error for a loss that cannot train the model, and for one that is no function of its arguments."""
+        if len(self.without_gradient) == self.trainable_count:
+            paths = ", ".join(dict.fromkeys(map(template, self.without_gradient)))
+            raise ConfigError(
+                f"{self.name}: the loss does not depend on what is trained, {printable(paths):.300}, or not "
+                "by a derivative, as with jax.lax.stop_gradient, rounding and comparisons. Compute it from the model "
+                "that it gets as its first argument"
+            )
+        difference = first_difference(self.jaxpr, self.split.trace(self.batch_size).jaxpr, with_values=True)
+        if difference:
+            raise ConfigError(
+                f"{self.name}: the loss is another program each time that it is traced: in the first trace "
+                f"{printable(difference)} in the second. A step is planned once and runs so each time: pass what "
+                "changes, such as counts of steps, rates and random keys, in the batch or in the model"
+            )
+
     def rebuild_aux(self, arrays: Sequence[Any]) -> tuple[Any, dict[int, Any]]:
         """Returns aux from its arrays, and what the loss writes to variables of flax nnx in the model."""
         # Programs return constants as Python scalars, which would be no arrays in the next step.
@@ -93,6 +128,12 @@ class LossLeaves:
     def is_batched(self) -> tuple[bool, ...]:
         """For each leaf of the batch."""
         return tuple(dim is not None for dim in self.example_dims)
+
+    @property
+    def model_paths(self) -> tuple[str, ...]:
+        """For each leaf of the model where it is."""
+        paths = leaf_paths(self.model_tree.unflatten(self.model_leaves))
+        return tuple(f"model/{path}".rstrip("/") for path in paths)
 
     @property
     def named_example_dims(self) -> Any:
@@ -236,6 +277,9 @@ def trace_loss(
     else:
         dims = named_dims(batch, example_dims)
     leaves = split_by(dims)
+    if leaves.batch_size == 0:
+        arrays = ", ".join(leaves.example_arrays[0])
+        raise ConfigError(f"{name_of(loss)}: the batch has no examples: the size of {arrays} is 0. Pass one or more")
     return leaves.trace(leaves.batch_size if batch_size is None else batch_size)
 
 

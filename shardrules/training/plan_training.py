@@ -22,7 +22,7 @@ from shardrules.core.rule import ShardingRule
 from shardrules.core.tree import array_kind
 from shardrules.planning.graph.machine import Assumptions
 from shardrules.planning.query import QueryOptions, check_rule, check_time_limit
-from shardrules.planning.run.call import struct
+from shardrules.planning.run.call import strong
 from shardrules.planning.solve.deadline import Deadline
 from shardrules.rules.named_axes import named_axes
 from shardrules.training.answer.make import proved_plan, training_plan
@@ -110,9 +110,10 @@ def plan_training(
 
     `DoesNotFitError` if model, state and batch cannot be in memory on any mesh; `PlanError` if pins or constraints suit
     no mesh, or if the optimizer evaluates the loss again, as line searches do; `ConfigError` and `ConfigTypeError` for
-    an argument that cannot be used; `MicrobatchError` for a loss or a batch that cannot be split into the requested
-    microbatches; `TargetError` and `MeshError` for a cluster that does not exist. Where no plan fits by the model, the
-    one with the least memory is returned, with the finding `may-not-fit`.
+    an argument that cannot be used, such as a batch without examples, or a loss that does not depend on the model or is
+    another program each time that it is traced; `MicrobatchError` for a loss or a batch that cannot be split into the
+    requested microbatches; `TargetError` and `MeshError` for a cluster that does not exist. Where no plan fits by the
+    model, the one with the least memory is returned, with the finding `may-not-fit`.
 
     ```python
     import optax
@@ -154,6 +155,7 @@ def plan_training(
     options = QueryOptions(memory_limit, pins, devices.hardware, Assumptions(), time_limit, False)
     problem = TrainingProblem(step, model, state, batch, devices, options, host_memory)
     problem.check_possible()
+    problem.check_loss()
     if microbatches is not None:
         problem.check_split(microbatches)
     search = TrainingSearch(problem, microbatches, stages, deadline, progress or (lambda text: None))
@@ -187,8 +189,8 @@ def _check_dtype(dtype: Any) -> None:
 
 
 def _shapes(tree: Any) -> Any:
-    """Returns a tree with shapes instead of arrays."""
-    return jax.tree.map(lambda leaf: leaf if array_kind(leaf) is None else struct(leaf), tree)
+    """Returns a tree with shapes instead of arrays, without weak types: what steps and checkpoints return has none."""
+    return jax.tree.map(lambda leaf: leaf if array_kind(leaf) is None else strong(leaf), tree)
 
 
 def _check_outcomes(search: TrainingSearch, name: str) -> None:

@@ -254,6 +254,7 @@ LINEAR = (
 )
 
 BITS = bound(primitives.random_bits_p, bit_width=32, shape=(8, 6))
+GAMMA = bound(primitives.random_gamma_p, log_space=True)
 FOLD_IN = bound(primitives.random_fold_in_p)
 SPLIT = bound(primitives.random_split_p, shape=(8,))
 COUNTS = np.arange(4, dtype=np.uint32)
@@ -269,7 +270,9 @@ RANDOM = (
     Case("random_fold_in", FOLD_IN, (keys(4), COUNTS)),
     Case("random_unwrap", jax.random.key_data, (keys(4),)),
     Case("random_wrap", jax.random.wrap_key_data, (np.arange(8, dtype=np.uint32).reshape(4, 2),)),
-    Case("random_gamma", bound(primitives.random_gamma_p, log_space=True), (keys(8), real(8)), converges=True),
+    Case("random_gamma", GAMMA, (keys(8), real(8)), converges=True),
+    Case("random_gamma of one key", GAMMA, (jax.random.key(1), real(8)), converges=True),
+    Case("random_gamma of rows", GAMMA, (keys(4), real(4, 8)), converges=True),
     Case(
         "threefry2x32",
         bound(primitives.threefry2x32_p),

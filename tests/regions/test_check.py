@@ -115,6 +115,20 @@ def test_infinities_may_be_equal() -> None:
     sr.check_region(region, jnp.full((8, 4), -jnp.inf), gradients=False)
 
 
+@pytest.mark.parametrize(
+    ("value", "gradients", "line"),
+    [
+        (jnp.nan, False, "whole: result 0 is only NaN, so that nothing can be compared"),
+        (jnp.nan, True, "whole: gradient of operand 0 is only NaN"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_is_only_nan_is_not_a_pass(value: Any, gradients: bool, line: str, dtype: Any) -> None:
+    x = jax.ShapeDtypeStruct((8, 4), dtype)
+    with pytest.raises(ExpectationError, match=line):
+        sr.check_region(sr.region("n d -> n d", split="n")(lambda x: x * value), x, gradients=gradients)
+
+
 def test_only_regions_are_checked() -> None:
     with pytest.raises(ConfigTypeError, match=r"checks what shardrules\.region returns"):
         sr.check_region(attention, *SHAPES)

@@ -5,6 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
@@ -82,3 +83,70 @@ def test_integers_cannot_be_trained() -> None:
             jnp.ones((8, 4)),
             trainable=eqx.is_array,
         )
+
+
+@pytest.mark.parametrize("example_dims", [None, {"key": None, "x": 0, "y": 0}])
+def test_batches_without_examples_are_refused(example_dims: Any) -> None:
+    model = eqx.nn.MLP(4, 3, 5, 1, key=jax.random.key(0))
+    with pytest.raises(
+        ConfigError, match=r"mean_loss: the batch has no examples: the size of batch/x\[0\], batch/y\[0\] is 0"
+    ):
+        trace_loss(mean_loss, model, data(0), example_dims=example_dims)
+
+
+def test_arrays_without_a_gradient_are_named() -> None:
+    model = {"down": jnp.ones((4, 3)), "up": jnp.ones((3, 4)), "unused": jnp.ones(3), "mean": jnp.ones(3)}
+
+    def loss(model: Any, batch: Any) -> Any:
+        return jnp.mean((batch @ model["up"] @ model["down"] - jax.lax.stop_gradient(model["mean"])) ** 2)
+
+    trace = trace_loss(loss, model, jnp.ones((8, 3)))
+    assert trace.without_gradient == ("model/mean", "model/unused")
+    trace.check()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: jnp.mean(x**2),
+        lambda w, x: jnp.mean((x @ jax.lax.stop_gradient(w["a"])) ** 2),
+        lambda w, x: jnp.mean((x @ w["a"] > 0) * 1.0),
+    ],
+)
+def test_losses_that_train_nothing_are_refused(loss: Any) -> None:
+    trace = trace_loss(loss, {"a": jnp.ones(4), "b": jnp.ones(2)}, jnp.ones((8, 4)))
+    with pytest.raises(
+        ConfigError, match="does not depend on what is trained, model/a, model/b, or not by a derivative"
+    ):
+        trace.check()
+
+
+class Counting:
+    """A loss that knows how often it was traced."""
+
+    __name__ = "counting"
+
+    def __init__(self, change: Any) -> None:
+        self.count, self.change = 0, change
+
+    def __call__(self, w: Any, x: Any) -> Any:
+        self.count += 1
+        return jnp.mean(self.change(x @ w, self.count) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda y, count: jnp.sin(y) if count % 2 else jnp.cos(y), r"sin float32\[8\] \(.*test_loss.py:\d+\) is cos"),
+        (lambda y, count: y ** (count + 1), "integer_pow .* is integer_pow .* with y=3 instead of 2"),
+        (lambda y, count: y * count, r"a constant of mul float32\[8\] \(.*test_loss.py:\d+\) has another value"),
+        (lambda y, count: y * np.full(8, 1.0 + count), r"a constant of .*float32\[8\] \(.*\) has another value"),
+        (lambda y, count: jnp.tanh(y) if count > 1 else y, "is tanh"),
+    ],
+)
+def test_losses_that_differ_in_each_trace_are_refused(change: Any, text: str) -> None:
+    trace = trace_loss(Counting(change), jnp.ones(4), jnp.ones((8, 4)))
+    with pytest.raises(
+        ConfigError, match=f"counting: the loss is another program each time that it is traced: .*{text}"
+    ):
+        trace.check()

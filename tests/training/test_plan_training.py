@@ -61,6 +61,49 @@ def test_planned_steps_equal_plain_steps(plan: TrainingPlan) -> None:
             np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6)
 
 
+def test_scales_of_weak_types_are_trained_and_restored(tmp_path: Any) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        return jnp.mean(((batch @ model["up"]) * model["scale"] * model["gain"] - 1) ** 2)
+
+    def make() -> Any:
+        return {"up": jnp.ones((16, 16)), "scale": jnp.full((16,), 0.1), "gain": jnp.array(0.1)}
+
+    batch, step = jnp.full((64, 16), 0.5), TrainingStep(loss, OPTIMIZER)
+    plan = sr.plan_training(loss, make(), OPTIMIZER, batch, cluster=jax.devices())
+    assert not any(array.weak_type for array in plan.planned.call.structs)
+    model, state = plan.init(make)()
+    expected, expected_state = make(), step.init_state(make())
+    for _ in range(3):
+        model, state, loss_value, _ = plan.step(model, state, batch)
+        expected, expected_state, expected_loss, _ = step(expected, expected_state, batch)
+        np.testing.assert_allclose(loss_value, expected_loss, rtol=1e-5)
+    sr.save_equinox(tmp_path / "step.eqx", (model, state))
+    restored = sr.load_equinox(tmp_path / "step.eqx", plan.init(make)(), plan.as_rule(), plan.mesh)
+    *_, loss_value, _ = plan.step(*restored, batch)
+    np.testing.assert_allclose(loss_value, step(expected, expected_state, batch)[2], rtol=1e-5)
+
+
+def test_what_the_loss_leaves_out_is_found() -> None:
+    model = {"up": jnp.ones((16, 16)), "layers": [{"unused": jnp.ones(4)}, {"unused": jnp.ones(4)}]}
+    plan = sr.plan_training(
+        lambda m, x: jnp.mean((x @ m["up"]) ** 2), model, OPTIMIZER, jnp.ones((64, 16)), cluster="cpu:2"
+    )
+    (finding,) = [finding for finding in plan.report.findings if finding.code == "no-gradient"]
+    assert (finding.severity, finding.path, finding.count) == ("warning", "model/layers/*/unused", 2)
+
+
+def test_losses_that_cannot_be_planned_are_refused() -> None:
+    counts = iter(range(1, 100))
+    w, x = jnp.ones((16, 16)), jnp.ones((64, 16))
+    for loss, batch, text in (
+        (lambda w, x: jnp.mean(x**2), x, "does not depend on what is trained"),
+        (lambda w, x: jnp.mean((x @ w) ** 2), x[:0], "the batch has no examples"),
+        (lambda w, x: jnp.mean((x @ w) ** next(counts)), x, "another program each time that it is traced"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            sr.plan_training(loss, w, OPTIMIZER, batch, cluster="cpu:2")
+
+
 def test_every_candidate_says_why_it_lost(plan: TrainingPlan) -> None:
     first, *others = plan.candidates
     assert first.reason == ""

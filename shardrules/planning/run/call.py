@@ -1,19 +1,17 @@
 """A function as the planner takes it: traced from shapes, with the structure of its arguments and results."""
 
 import contextlib
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
 
 import attrs
 import jax
 import jax.tree_util as jtu
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardrules.analysis.compiling.arguments import argument_names
-from shardrules.analysis.compiling.jaxprs import programs_in
 from shardrules.analysis.compiling.model_flops import without_dead_code
 from shardrules.core.axes import AnyMesh
 from shardrules.core.boxes import ArgumentVariables, share_variables, shared_leaves
@@ -23,6 +21,7 @@ from shardrules.core.spec import device_dtype
 from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.planning.run.branches import without_branches
 from shardrules.planning.run.expand import expanded
+from shardrules.planning.run.fingerprint import fingerprint
 
 _Kind: TypeAlias = tuple[tuple[int, ...], Any] | None
 """Shape and dtype of an array; `None` for other leaves."""
@@ -37,7 +36,7 @@ class Call:
     jaxpr: ClosedJaxpr
     """Its program, without dead code."""
     structs: tuple[jax.ShapeDtypeStruct, ...]
-    """Shape and dtype of each array of the arguments."""
+    """Shape and dtype of each array of the arguments, and whether it was traced as one of a weak type."""
     paths: tuple[str, ...]
     """The name of each array: `"params/layers/up"`."""
     argument_names: tuple[str, ...]
@@ -100,12 +99,42 @@ class Call:
 
 
 def read_call(
-    fn: Callable[..., Any], args: tuple[Any, ...], mesh: AnyMesh, name: str, on_host: Sequence[bool] | None = None
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    mesh: AnyMesh,
+    name: str,
+    on_host: Sequence[bool] | None = None,
+    weak_types: Sequence[bool] | None = None,
 ) -> Call:
     """Traces a function, which may use the axis names of a mesh; nothing is run.
 
     `on_host`: which arrays are in the memory of the host; by default those that are, or whose sharding says so.
+    `weak_types`: which are traced as arrays of weak types, such as `jnp.array(0.1)`; by default those that are, but for
+    arguments that come back as results. A rate cannot be told from a loss: scalars alone keep theirs.
     """
+    if weak_types is not None:
+        return _read_call(fn, args, mesh, name, on_host, weak_types)
+    arrays = [[leaf for leaf in jtu.tree_leaves(arg) if array_kind(leaf) is not None] for arg in args]
+    is_weak = [struct(leaf).weak_type for group in arrays for leaf in group]
+    is_scalar = [len(group) == 1 and not leaf.shape for group in arrays for leaf in group]
+    first = [weak and scalar for weak, scalar in zip(is_weak, is_scalar, strict=True)]
+    call = _read_call(fn, args, mesh, name, on_host, first)
+    returned = set(call.feedback.values())
+    lasting = [
+        weak and (scalar or index not in returned)
+        for index, (weak, scalar) in enumerate(zip(is_weak, is_scalar, strict=True))
+    ]
+    return call if lasting == first else _read_call(fn, args, mesh, name, on_host, lasting)
+
+
+def _read_call(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    mesh: AnyMesh,
+    name: str,
+    on_host: Sequence[bool] | None,
+    weak_types: Sequence[bool],
+) -> Call:
     leaves, treedef = jtu.tree_flatten(args)
     array_leaves = [leaf for leaf in leaves if array_kind(leaf) is not None]
     outputs: list[Any] = []
@@ -126,8 +155,13 @@ def read_call(
             )
         return [leaf for leaf in jtu.tree_leaves(outputs[-1]) if array_kind(leaf) is not None]
 
-    structs = tuple(map(struct, array_leaves))
-    if on_host is None or len(on_host) != len(structs):  # another tree than was planned, which is refused later
+    structs = tuple(map(strong, array_leaves))
+    if len(weak_types) == len(structs):  # else another tree than was planned, which is refused later
+        structs = tuple(
+            jax.ShapeDtypeStruct(array.shape, array.dtype, weak_type=flag)
+            for array, flag in zip(structs, weak_types, strict=True)
+        )
+    if on_host is None or len(on_host) != len(structs):
         on_host = [is_in_host_memory(leaf) for leaf in array_leaves]
     types = [_host_type(array) if flag else array for array, flag in zip(structs, on_host, strict=True)]
     names = argument_names(fn, len(args))
@@ -179,6 +213,12 @@ def struct(leaf: Any) -> jax.ShapeDtypeStruct:
     shape, dtype = array_kind(leaf) or ((), None)
     weak = bool(getattr(leaf, "weak_type", False))
     return jax.ShapeDtypeStruct(shape, device_dtype(dtype), weak_type=weak)
+
+
+def strong(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array, without a weak type."""
+    array = struct(leaf)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
 HOST_MEMORY = "pinned_host"
@@ -234,44 +274,3 @@ def axis_names_of(mesh: AnyMesh) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which functions may use the axis names of a mesh."""
     auto = auto_mesh(mesh)
     return jax.sharding.use_abstract_mesh(auto.abstract_mesh if isinstance(auto, Mesh) else auto)
-
-
-def fingerprint(program: ClosedJaxpr) -> str:
-    """Returns a string that is equal, in every process, for programs of the same operations on the same arrays.
-
-    The values of constants are not in it: they change nothing about where arrays go.
-    """
-    digest = hashlib.sha256()
-    for text in _lines(program.jaxpr):
-        digest.update(text.encode())
-    return digest.hexdigest()[:16]
-
-
-def _lines(program: Jaxpr) -> Iterator[str]:
-    """Yields what each equation is, with the programs inside it, and what the program returns."""
-    # Variables differ in each trace; the order in which they are bound does not.
-    indices = {var: index for index, var in enumerate((*program.constvars, *program.invars))}
-
-    def names(atoms: Sequence[Any]) -> list[int | None]:
-        return [None if isinstance(atom, Literal) else indices[atom] for atom in atoms]
-
-    for equation in program.eqns:
-        shapes = [
-            (tuple(var.aval.shape), str(var.aval.dtype))
-            for var in equation.outvars
-            if isinstance(var.aval, ShapedArray)
-        ]
-        # Only what prints alike in every process: the repr of a function has an address in it.
-        params = sorted((name, repr(value)) for name, value in equation.params.items() if _is_plain(value))
-        yield f"{equation.primitive.name}{names(equation.invars)}{shapes}{params}"
-        for inner in programs_in(equation):
-            yield from _lines(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
-        for var in equation.outvars:
-            indices[var] = len(indices)
-    yield f"return {names(program.outvars)}"
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)

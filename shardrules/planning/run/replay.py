@@ -21,7 +21,8 @@ from shardrules.core.tree import array_kind
 from shardrules.placement.cache import Cache
 from shardrules.placement.transfer import put_some, put_unplaced
 from shardrules.planning.graph.problem import Problem
-from shardrules.planning.run.call import HOST_MEMORY, Call, auto_mesh, axis_names_of, read_call, struct
+from shardrules.planning.run.call import HOST_MEMORY, Call, auto_mesh, axis_names_of, read_call, strong
+from shardrules.planning.run.fingerprint import first_difference
 from shardrules.planning.run.rewrite import chosen_layouts, with_layouts
 from shardrules.planning.traced.order import has_many_chains
 from shardrules.planning.traced.program import is_on_host
@@ -75,7 +76,7 @@ class PlannedFunction:
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """Lowers the function, as `jax.jit(fn).lower(*args)` does; shapes are accepted as arguments."""
         _, run, arrays = self._prepared(args)
-        return run.lower(*map(struct, arrays))
+        return run.lower(*map(strong, arrays))
 
     def __call__(self, *args: Any) -> Any:
         """Runs the function."""
@@ -113,7 +114,7 @@ class PlannedFunction:
                 + "\n  ".join(shortened(misplaced))
                 + "\nPut them there first: sr.filter_shard(args, planned.plan)"
             )
-        placed = put_unplaced(put_some(arrays, moved), targets)
+        placed = [_without_weak_type(array) for array in put_unplaced(put_some(arrays, moved), targets)]
         for index, target in traced.items():
             placed[index] = jax.device_put(arrays[index], target)
         return placed
@@ -124,7 +125,7 @@ class PlannedFunction:
         is_array = [array_kind(leaf) is not None for leaf in leaves]
         arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
         others = [leaf for leaf, array in zip(leaves, is_array, strict=True) if not array]
-        structs = tuple((array.shape, array.dtype, array.weak_type) for array in map(struct, arrays))
+        structs = tuple((array.shape, array.dtype) for array in map(strong, arrays))
         # Under a trace, jit gets other compiler options; a mesh without devices may be another at each call.
         mesh = concrete_mesh(self.mesh)
         key = (mesh, under_trace(), treedef, tuple(is_array), structs, tuple(map(_static_key, others)))
@@ -138,7 +139,9 @@ class PlannedFunction:
 
     def _jitted(self, args: tuple[Any, ...]) -> tuple[Call, Any]:
         mesh = concrete_mesh(self.mesh)
-        call = read_call(self.fn, args, mesh, self.planned.name, self.planned.on_host)
+        # As planned, whatever types the arrays have now: a checkpoint restores none that are weak.
+        weak_types = [array.weak_type for array in self.planned.structs]
+        call = read_call(self.fn, args, mesh, self.planned.name, self.planned.on_host, weak_types)
         if call.fingerprint != self.planned.fingerprint or call.structs != self.planned.structs:
             raise TreeError(_difference(self.planned, call))
         # Constraints need Auto axes, whatever axis types the user's mesh has.
@@ -209,6 +212,14 @@ class PlannedFunction:
         return {_LIMIT_OPTION: percent} if percent < _XLA_DEFAULT_PERCENT else {}
 
 
+def _without_weak_type(array: Any) -> Any:
+    """The same array in the same memory: `jax.jit` would compile once for each type."""
+    if isinstance(array, Tracer) or not getattr(array, "weak_type", False):
+        return array
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
 def _is_in_other_memory(sharding: Sharding, target: NamedSharding, ndim: int) -> bool:
     """Whether an array is where it was planned but for its memory, as after a load by a rule, which has no memories."""
     memory = target.memory_kind
@@ -256,7 +267,8 @@ def _difference(planned: Call, called: Call) -> str:
     why = (
         "; ".join(shortened([*map(printable, differences)]))
         if differences
-        else "the arguments are the same, but what it computes is not"
+        else "the arguments are the same, but what it computes is not: in the plan "
+        + printable(first_difference(planned.jaxpr, called.jaxpr))
     )
     return f"{called.name} differs from the function that was planned: {why}. Plan again for this one"
 

@@ -3,17 +3,14 @@
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import attrs
-import jax
-from jax.extend.core import jaxpr_as_fun
 
 from shardrules.analysis.compiling.model_flops import model_matmuls
 from shardrules.core.axes import mesh_text
 from shardrules.core.callables import name_of
 from shardrules.core.check import bytes_text
-from shardrules.core.finding import Finding
+from shardrules.core.finding import Finding, merged
 from shardrules.planning.answer.findings import Remarks, machine_findings, near_the_limit, program_findings
 from shardrules.planning.answer.frontier import FrontierPoint
 from shardrules.planning.answer.plan import AutoPlan
@@ -22,7 +19,6 @@ from shardrules.training.answer.plan import TrainingPlan
 from shardrules.training.answer.prove import Proofs, fastest_of_all, plans_to_prove
 from shardrules.training.answer.report import Advice, TrainingCandidate, TrainingPlanReport
 from shardrules.training.answer.tokens import token_count
-from shardrules.training.keep.flat import flattened
 from shardrules.training.search.problem import Outcome, TrainingProblem, argument_bytes, plan_once
 from shardrules.training.search.search import TrainingSearch
 from shardrules.training.search.staged import search_again
@@ -108,21 +104,13 @@ def training_plan(search: TrainingSearch, chosen: Outcome | None = None, proofs:
 
 def _model_flops(problem: TrainingProblem) -> tuple[int, float]:
     """Returns the FLOPs of matmuls in the step as it is written, and how many of them all devices reach in a second."""
-    trace = problem.loss
     # What jax.checkpoint computes again is not the model's.
-    program = flattened(trace.jaxpr, replace_checkpoints=True)
-    gradient = jax.grad(_scalar(program), tuple(range(trace.trainable_count)))
-    matmuls = list(model_matmuls(jax.make_jaxpr(gradient)(*trace.jaxpr.in_avals)))
+    matmuls = list(model_matmuls(problem.loss.gradient))
     flops = sum(matmul.flops for matmul in matmuls)
     hardware = problem.cluster.hardware
     # Of several types, each at its own rate: what all of them take at their peaks.
     seconds = sum(matmul.flops / hardware.flops_per_second(matmul.equation.invars[0].aval.dtype) for matmul in matmuls)
     return flops, problem.cluster.count * flops / seconds if seconds else 0.0
-
-
-def _scalar(jaxpr: Any) -> Any:
-    program = jaxpr_as_fun(jaxpr)
-    return lambda *arrays: program(*arrays)[0]
 
 
 def _memory(planned: AutoPlan, outcome: Outcome) -> tuple[tuple[str, int], ...]:
@@ -310,13 +298,12 @@ def _findings(search: TrainingSearch, outcome: Outcome, planned: AutoPlan, proof
         )
     elif outcome.peak_bytes > NEAR_RATIO * limit:
         yield attrs.evolve(near_the_limit(limit, outcome.peak_bytes), remedy="Pass prove=3 to ask the compiler")
-    free = search.free.get(outcome.shape)
-    if outcome.recipe.microbatches == 1 and free is not None and not free.fits and search.problem.split_refusal:
-        yield Finding(
-            "note",
-            "whole-batch",
-            "microbatches would take less memory, and are none: " + " ".join(search.problem.split_refusal.split()),
-        )
+    may_be_split = search.microbatches is None and search.problem.loss.batch_size > 1
+    if outcome.recipe.microbatches == 1 and may_be_split and search.problem.split_refusal:
+        free = search.free.get(outcome.shape)
+        needs_less = free is not None and not free.fits
+        what = "microbatches would take less memory, and are none" if needs_less else "the batch stays whole"
+        yield Finding("note", "whole-batch", f"{what}: " + " ".join(search.problem.split_refusal.split()))
     if search.is_late or search.is_cut:
         yield Finding(
             "warning",
@@ -333,6 +320,16 @@ def _findings(search: TrainingSearch, outcome: Outcome, planned: AutoPlan, proof
             "it, such as running means, is lost",
             remedy="Unless it is frozen, return the loss and the new state, and pass has_aux=True",
         )
+    yield from merged(
+        Finding(
+            "warning",
+            "no-gradient",
+            "is trained, and the loss does not depend on it, or not by a derivative",
+            path,
+            "Compute the loss from it, or leave it out by trainable=",
+        )
+        for path in search.problem.loss.without_gradient
+    )
     yield from _host_findings(search, outcome)
     cluster = search.problem.cluster
     yield from machine_findings(planned.mesh, None if cluster.is_assumed else cluster.hardware)

@@ -10,6 +10,7 @@ The forms of an array:
 - `refused`: computed from several examples at once in another way.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, final
 
@@ -53,7 +54,7 @@ class Fact:
     reason: str = ""
     """Why it is refused."""
     pieces: int = 0
-    """How many pieces of several examples a batch has that is refused because its runs of examples tear them apart."""
+    """How many pieces of several examples a batch has, where it is refused or misfits because runs tear them apart."""
 
     @property
     def is_part_only(self) -> bool:
@@ -73,9 +74,22 @@ def refused(reason: str, equation: Any = None, pieces: int = 0) -> Fact:
     return Fact("refused", is_trained=True, from_batch=True, reason=reason, pieces=pieces)
 
 
+def refused_misfit(equation: Any, facts: Sequence[Fact], counts: Counts) -> Fact:
+    """The fact of the results of an equation that uses a misfit."""
+    pieces = [fact.pieces for fact in facts if fact.is_misfit]
+    if all(pieces):
+        count = math.gcd(*pieces)
+        why = f"{count} pieces of {name_of_step(equation)} do not divide into {counts.runs} parts"
+        return refused(why, equation, count)
+    why = f"{name_of_step(equation)} uses an array that depends on the number of examples in several dims"
+    return refused(why, equation)
+
+
 def name_of_step(equation: Any) -> str:
     """An equation as messages name it."""
     name = equation.params.get("name")
+    if equation.primitive.name == "region":
+        name = equation.params["function"].name
     return f"{equation.primitive.name} {name!r}" if isinstance(name, str) and name else equation.primitive.name
 
 
@@ -95,9 +109,11 @@ def shared_fact(
     dims = [dim for dim, (size, other) in enumerate(zip(shape, trace_shape, strict=True)) if size != other]
     if not dims:
         return Fact("shared", **common)
-    is_scaled = counts.is_scaled(shape[dims[0]], trace_shape[dims[0]]) and shape[dims[0]] % counts.runs == 0
-    if len(dims) > 1 or not is_scaled:
+    size = shape[dims[0]]
+    if len(dims) > 1 or not counts.is_scaled(size, trace_shape[dims[0]]):
         return Fact("shared", is_misfit=True, **common)
+    if size % counts.runs:
+        return Fact("shared", is_misfit=True, pieces=size, **common)
     return Fact("examples", dims[0], **common)
 
 

@@ -21,6 +21,7 @@ from shardrules.training.examples.facts import (
     literal_fact,
     name_of_step,
     refused,
+    refused_misfit,
     shared_fact,
 )
 from shardrules.training.examples.pairs import Counts, Pair, equal_literals
@@ -139,8 +140,7 @@ class _Reader:
                 return [uses_sums(equation, operands)] * len(equation.outvars), ()
             return examples_rule(equation, operands, self.counts), ()
         if any(fact.is_misfit for fact in operands):
-            why = f"{name_of_step(equation)} uses an array that depends on the number of examples in several dims"
-            return [refused(why, equation)] * len(equation.outvars), ()
+            return [refused_misfit(equation, operands, self.counts)] * len(equation.outvars), ()
         if any(fact.form == "result" for fact in operands):
             why = f"{name_of_step(equation)} uses a result of the whole batch for single examples"
             return [refused(why, equation)] * len(equation.outvars), ()

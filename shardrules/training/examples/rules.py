@@ -10,20 +10,21 @@ from shardrules.analysis.compiling.fused_calls import BACKWARD, SCALED_DOTS
 from shardrules.planning.traced.factors.grouped import ROWS_OPERAND, is_grouped
 from shardrules.planning.traced.factors.table import Factors, op_factors
 from shardrules.planning.traced.program import operation_name
-from shardrules.training.examples.facts import EACH_ROUND, Fact, name_of_step, refused
+from shardrules.training.examples.facts import EACH_ROUND, Fact, name_of_step, refused, refused_misfit
 from shardrules.training.examples.pairs import Counts
 
 _SUMMING = (
     *("reduce_sum", "dot_general", "ragged_dot_general", "conv_general_dilated", "scatter-add", "scatter-sub"),
-    *(BACKWARD, *SCALED_DOTS),
+    *("region", BACKWARD, *SCALED_DOTS),
 )
 """Primitives whose results are sums over the factors that they reduce."""
 
 _PASSING = ("sharding_constraint", "copy", "copy_p", "optimization_barrier")
 
-_ADDING = ("add", "add_any", "sub")
+ADDING = ("add", "add_any", "sub")
+"""Primitives that add arrays up."""
 
-_LINEAR = [
+LINEAR = [
     "neg",
     "convert_element_type",
     "reduce_sum",
@@ -56,7 +57,7 @@ _LINEAR = [
 """Primitives that do to each part of a sum what they do to the sum, where all operands are sums or zeros."""
 
 _MOVING = ("dynamic_slice", "gather", "select_n", "pad", "dynamic_update_slice", "scatter-add")
-"""As `_LINEAR`, with indices, a predicate or zeros among the operands."""
+"""As `LINEAR`, with indices, a predicate or zeros among the operands."""
 
 _KEEPING_INDICES = (
     "broadcast_in_dim",
@@ -73,7 +74,7 @@ def uses_sums(equation: Any, facts: Sequence[Fact]) -> Fact:
     """The fact of the results of an equation that reads sums over examples, or what is computed from them."""
     common: dict[str, Any] = {"is_trained": any(fact.is_trained for fact in facts), "from_batch": True}
     name = equation.primitive.name
-    added = name in _ADDING and all(fact.form == "sum" or fact.dim is EACH_ROUND for fact in facts)
+    added = name in ADDING and all(fact.form == "sum" or fact.dim is EACH_ROUND for fact in facts)
     if added and any(fact.form == "examples" for fact in facts) and all(fact.form != "shared" for fact in facts):
         return Fact("sum", **common)  # in a loop over examples, each round adds that of its example
     if any(fact.is_part_only for fact in facts):
@@ -94,7 +95,7 @@ def _is_linear(equation: Any, facts: Sequence[Fact]) -> bool:
     dtypes = [var.aval.dtype for var in (*equation.invars, *equation.outvars)]
     if name == "convert_element_type":
         return all(dtype.kind in "fcV" for dtype in dtypes) or dtypes[0].kind in "iu"
-    if name in (*_ADDING, *_LINEAR):
+    if name in (*ADDING, *LINEAR):
         return all(is_sum)
     if name in ("mul", "dot_general", "conv_general_dilated"):
         return forms.count("sum") == 1
@@ -119,8 +120,7 @@ def examples_rule(equation: Any, facts: Sequence[Fact], counts: Counts) -> list[
     name, outvars = operation_name(equation), equation.outvars
     batched = [index for index, fact in enumerate(facts) if fact.form == "examples"]
     if any(fact.is_misfit for fact in facts):
-        why = f"{name_of_step(equation)} uses an array that depends on the number of examples in several dims"
-        return [refused(why, equation)] * len(outvars)
+        return [refused_misfit(equation, facts, counts)] * len(outvars)
     if any(facts[index].dim is EACH_ROUND for index in batched):
         if all(facts[index].dim is EACH_ROUND for index in batched):
             return [Fact("examples", EACH_ROUND, is_own=True, **common) for _ in outvars]
@@ -157,8 +157,11 @@ def _factor(factors: Factors, facts: Sequence[Fact], batched: Sequence[int]) -> 
     along = {factors.operands[index][facts[index].dim or 0] for index in batched}
     factor = next(iter(along)) if len(along) == 1 else None
     others = (names for index, names in enumerate(factors.operands) if index not in batched)
-    # What is shared and has all examples of a dim is read for other examples, too.
-    return None if factor is None or any(factor in names for names in others) else factor
+    # What is shared and has all examples of a dim is read for other examples, too. And pieces that are exchanged are
+    # computed from each other.
+    if factor in (None, factors.exchange, *factors.positional) or any(factor in names for names in others):
+        return None
+    return factor
 
 
 def _is_ragged(equation: Any, factor: int, factors: Factors) -> bool:
@@ -183,6 +186,10 @@ def _result_fact(
         return Fact("examples", dims[0], is_own=True, **indices, **common)
     if dims:
         return refused(f"{name_of_step(equation)} has the examples in several dims", equation)
+    if factor not in factors.summed(index):
+        # Of several results, one that no operand with examples reaches.
+        reaching = any(fact.is_trained for fact in facts if fact.form == "shared")
+        return Fact("shared", is_trained=reaching, is_whole=True)
     # Other operands of a scatter are what the sum is added to.
     adds_to_zero = not name.startswith("scatter") or facts[0].is_zero
     if factor in factors.reduced and name in _SUMMING and adds_to_zero:

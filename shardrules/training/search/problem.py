@@ -172,6 +172,11 @@ class TrainingProblem:
             return str(error)
         return ""
 
+    def check_loss(self) -> None:
+        """Raises an error for a loss that cannot train the model, or is another program each time."""
+        with axis_names_of(self.mesh):
+            self.loss.check()
+
     def check_split(self, microbatches: int) -> None:
         """Raises an error if the loss cannot be computed by so many microbatches."""
         with axis_names_of(self.mesh):

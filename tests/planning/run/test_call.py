@@ -1,4 +1,4 @@
-"""Fingerprints of functions."""
+"""Functions as they are traced: their fingerprints, and the types of their arrays."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,3 +44,29 @@ def test_another_trace_has_the_same_fingerprint() -> None:
     jax.clear_caches()
     assert fingerprint(fn) == before
     assert fingerprint(lambda x, y: fn(x, y)) == before
+
+
+def test_arrays_that_come_back_have_no_weak_types() -> None:
+    def step(params: Any, rate: Any, batch: Any) -> Any:
+        change = rate * (batch["x"] * batch["mask"]).sum()
+        return jax.tree.map(lambda array: array - change, params), change
+
+    params = {"scale": jnp.full((4,), 0.1), "gain": jnp.array(0.1)}
+    batch = {"x": jnp.ones(8, jnp.bfloat16), "mask": jnp.full((8,), 1.0)}
+    call = read_call(step, (params, jnp.array(0.1), batch), sr.mesh_shape("data:8"), "step")
+    assert [path for path, array in zip(call.paths, call.structs, strict=True) if array.weak_type] == [
+        "rate",
+        "batch/mask",
+    ]
+    assert [str(aval.dtype) for aval in call.jaxpr.out_avals] == ["float32", "float32", "bfloat16"]
+    assert sorted(call.feedback.values()) == [0, 1]
+
+
+def test_states_keep_weak_types_that_their_dtypes_rest_on() -> None:
+    def step(state: Any, gradient: Any) -> Any:
+        return {"decay": state["decay"], "mean": state["decay"] * state["mean"] + gradient}, gradient.sum()
+
+    state = {"decay": jnp.array(0.9), "mean": jnp.ones(4, jnp.bfloat16)}
+    call = read_call(step, (state, jnp.ones(4, jnp.bfloat16)), sr.mesh_shape("data:8"), "step")
+    assert [array.weak_type for array in call.structs] == [True, False, False]
+    assert sorted(call.feedback.values()) == [0, 1]

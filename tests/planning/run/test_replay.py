@@ -256,8 +256,30 @@ def test_other_trees_are_named() -> None:
 
 def test_another_function_is_refused() -> None:
     plan = step_plan("data:8")
-    with pytest.raises(TreeError, match="what it computes is not"):
+    with pytest.raises(TreeError, match=r"what it computes is not: in the plan .* \(.*\.py:\d+\) is .*\. Plan again"):
         plan.jit(lambda w, x, y: (w, mlp_loss(w, x, y)))(*STEP.args)  # which has no gradient
+
+
+@pytest.mark.parametrize("donate", [(), (0,)])
+def test_arrays_of_weak_types_may_come_back_without(donate: Any) -> None:
+    def fn(p: Any, x: Any, rate: Any) -> Any:
+        return {"scale": p["scale"] - rate * x.sum(0), "gain": p["gain"] + 1}, x * rate
+
+    p, x = {"scale": jnp.full((8,), 0.1), "gain": jnp.array(0.5)}, real(16, 8).astype(jnp.bfloat16)
+    rate = jnp.array(0.5)
+    run = sr.autoplan(fn, p, x, rate, mesh=mesh_of("data:8"), hardware=FAST).jit(fn, donate_argnums=donate)
+    expected = jax.tree.map(np.asarray, p)
+    for _ in range(3):
+        expected, scaled = fn(expected, x, rate)
+        p, result = run(p, x, rate)
+        compare((p, result), (expected, scaled))
+    assert run._prepared((p, x, rate))[1]._cache_size() == 1  # compiled once
+
+
+def test_arrays_may_have_weak_types_where_the_plan_has_none() -> None:
+    shape = jax.ShapeDtypeStruct((16,), jnp.float32)
+    run = sr.autoplan(lambda x: x * 2, shape, mesh=mesh_of("data:8"), hardware=FAST).jit(lambda x: x * 2)
+    np.testing.assert_array_equal(run(jnp.full(16, 0.5)), np.ones(16))
 
 
 @pytest.mark.parametrize(

@@ -301,6 +301,9 @@ BY_HAND = {
     "random_split of keys": "a->ab",
     "random_fold_in": "a,a->a",
     "random_fold_in, rbg": ".,.->.",
+    "random_gamma": "a,a->a",
+    "random_gamma of one key": ",a->a",
+    "random_gamma of rows": "a,ab->ab",
     "random_unwrap": "a->a.",
     "random_wrap": "a.->a",
     "gather rows, fill": "ab,cd.->cdb/a",
@@ -321,6 +324,11 @@ BY_HAND = {
     "scatter_add windows": ".a,b.,b.a->.a/b",
     "dynamic_update_slice in batches, clip": "abcd,a.,a.cd->abcd",
 }
+
+
+def test_one_key_gives_others_at_each_position() -> None:
+    names = "random_gamma", "random_gamma of one key", "random_gamma of rows"
+    assert [factors(case_named(name)).positional for name in names] == [(), (0,), (1,)]
 
 
 @pytest.mark.parametrize("name", BY_HAND)

@@ -49,6 +49,9 @@ class Loops:
     """The loop over whose pieces the function of a region communicates, if it does."""
     joint: LoopNames = ()
     """Loops whose dims are split by `exchange`, too."""
+    positional: LoopNames = ()
+    """Loops along which the operation does another thing at each position: only together with the whole do pieces give
+    what the whole gives there, as devices do of one array, and microbatches do not."""
 
 
 @final

@@ -22,6 +22,7 @@ from shardrules.planning.traced.factors.linear import LINEAR_RULES
 from shardrules.planning.traced.factors.loops import (
     ANY,
     ONE,
+    TWO,
     LoopRule,
     Loops,
     OpSignature,
@@ -66,6 +67,9 @@ class Factors:
     """The factor over whose pieces the function of a region communicates, if it does."""
     joint: tuple[int, ...] = ()
     """Factors whose dims are split by `exchange`, too."""
+    positional: tuple[int, ...] = ()
+    """Factors along which the operation does another thing at each position, so that an array of fewer elements gives
+    others."""
 
     def summed(self, result_index: int) -> tuple[int, ...]:
         """The factors over which a result is a sum, or the like."""
@@ -130,6 +134,7 @@ def _number_loops(loops: Loops, op: OpSignature) -> Factors:
         shared,
         factors.get(loops.exchange),
         tuple(factors[name] for name in loops.joint if name in factors),
+        tuple(factors[name] for name in loops.positional if name in factors),
     )
 
 
@@ -172,6 +177,16 @@ def _with_keys(op: OpSignature) -> Loops | None:
     """Threefry: there is one result for each key, computed by itself. Others: everything is whole."""
     is_per_key = op.dtypes[0] == "key<fry>" or not op.results[0]
     return _pointwise(op) if is_per_key else _whole(op)
+
+
+def _gamma(op: OpSignature) -> Loops | None:
+    """Threefry: each key draws for its own elements, by their positions, and each device computes those that it needs.
+    Others: everything is whole."""
+    keys, result = op.operands[0], op.results[0]
+    if op.dtypes[0] != "key<fry>" and result:
+        return _whole(op)
+    dims = range(len(result))
+    return Loops([dims[: len(keys)], dims], [dims], positional=dims[len(keys) :])
 
 
 def _key_data(op: OpSignature) -> Loops | None:
@@ -247,7 +262,8 @@ RULES: Mapping[str, LoopRule] = {
     "reshard": LoopRule(_reshard, ONE, ONE, ("dst_sharding",)),
     "device_put": LoopRule(_device_put, ANY, ANY, ("devices",)),
     **dict.fromkeys(("random_bits", "random_split"), LoopRule(_from_keys, ONE, ONE)),
-    **dict.fromkeys(("random_fold_in", "random_gamma"), LoopRule(_with_keys)),
+    "random_fold_in": LoopRule(_with_keys, TWO, ONE),
+    "random_gamma": LoopRule(_gamma, TWO, ONE),
     **dict.fromkeys(("random_wrap", "random_unwrap"), LoopRule(_key_data, ONE, ONE)),
     **dict.fromkeys(("rng_bit_generator", "rng_uniform"), LoopRule(_whole, ANY, ANY)),
     "region": LoopRule(_region, ANY, ANY, ("function",)),
