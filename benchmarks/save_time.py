@@ -28,8 +28,8 @@ Python 3.11.7, JAX 0.10.2, 3 rounds, 268 MB. Ours over theirs, the smallest to t
 | `save_orbax`, over an old checkpoint | 0.86 to 1.68 | 0.90 to 1.31 |
 | `load_orbax` | 0.64 to 0.96 | 0.93 to 1.07 |
 
-New files found no free memory in some rounds, on either side: times of theirs under fresh names vary by 20 times, and of
-ours once by 6. A quiet machine has not been asked. The host holds 0 % of the tree while ours save.
+New files found no free memory in some rounds, on either side: times of theirs under fresh names vary by 20 times, and
+of ours once by 6. It has not been run on a quiet machine. The host holds 0 % of the tree while ours save.
 
 Run it as `python benchmarks/save_time.py`; `--smoke` for toy sizes, `--check` to fail above the limits.
 """
