@@ -47,7 +47,7 @@ def named_axes(rule: ShardingRule) -> Iterator[str]:
         case RegexShardingRule():
             specs = [value for _, value in rule.rules]
         case ShapeBasedShardingRule():
-            specs = [spec for _, spec in rule.patterns]
+            specs = [spec for _, spec in rule.shape_patterns]
         case SpecTreeShardingRule():
             specs = [spec for _, spec in rule.specs]
     for spec in specs:

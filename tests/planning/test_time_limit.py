@@ -145,6 +145,7 @@ def test_frontiers_are_of_what_was_met_once_the_time_is_up(clock: Clock, monkeyp
     points = planned.frontier(4).points
     assert limits == [float("inf"), 0.0]
     assert points[0].seconds > points[-1].seconds == pytest.approx(planned.cost)
+    assert points[0].price
     assert points[0].price > 0
     assert all(point.peak_bytes <= point.limit_bytes for point in points)
 
