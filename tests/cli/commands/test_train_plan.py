@@ -77,7 +77,7 @@ def test_batches_may_be_functions(code: str, capsys: pytest.CaptureFixture[str])
         ("loss", ("--example-dims", "first"), "--example-dims must be an integer, or JSON like the batch, got 'first'"),
         ("loss", ("--example-dims", "2"), "float32[64, 16] has no dim 2"),
         ("loss", ("--example-dims", "[0,1]", "--batch", "float32[64,16],float32[]"), "1 float32[] has no dim 1"),
-        ("loss", ("--memory-limit", "1KiB"), "cannot be trained on cuda:h100:2"),
+        ("loss", ("--memory-limit", "1KiB"), "does not fit in 1.0 KiB on cuda:h100:2"),
     ],
 )
 def test_mistakes_are_one_line(
