@@ -52,15 +52,15 @@ def test_errors_list_the_first_of_many_faults_and_how_many_more_there_are() -> N
     mesh = sr.mesh_shape("data:4")
     rule = sr.DimShardingRule("data", 0)
     # Each of another shape, so that none are merged.
-    names = [f"{index:x}".translate(str.maketrans("0123456789", "ghijklmnop")) for index in range(16_000)]
+    names = [f"{index:x}".translate(str.maketrans("0123456789", "ghijklmnop")) for index in range(2_000)]
     tree = {f"{name}z": jax.ShapeDtypeStruct((7, index + 1), np.float32) for index, name in enumerate(names)}
     plan = rule.plan(tree, mesh)
-    with pytest.raises(sr.errors.PlanError, match=r"\n  and 15,980 more$") as caught:
+    with pytest.raises(sr.errors.PlanError, match=r"\n  and 1,980 more$") as caught:
         plan.check()
-    assert len(caught.value.findings) == 16_000
+    assert len(caught.value.findings) == 2_000
     assert len(str(caught.value)) < 10_000
     sound = rule.plan({"w": jax.ShapeDtypeStruct((8, 8), np.float32)}, mesh)
-    with pytest.raises(sr.errors.TreeError, match=r"\nand 15,981 more$"):
+    with pytest.raises(sr.errors.TreeError, match=r"\nand 1,981 more$"):
         sound.bind(tree)
 
 

@@ -93,8 +93,8 @@ def test_any_flipped_bit_is_found(name: str, tmp_path: Path) -> None:
     path = SAVERS[name](tmp_path, tree())
     plain = path.read_bytes()
     rng = np.random.default_rng(0)
-    bits = [*rng.integers(0, 8 * len(plain), 150).tolist(), *rng.integers(0, 8 * 600, 100).tolist()]
-    bits += rng.integers(8 * (len(plain) - 200), 8 * len(plain), 50).tolist()
+    bits = [*rng.integers(0, 8 * len(plain), 60).tolist(), *rng.integers(0, 8 * 600, 40).tolist()]
+    bits += rng.integers(8 * (len(plain) - 200), 8 * len(plain), 20).tolist()
     for bit in bits:
         path.write_bytes(plain)
         flip(path, bit)

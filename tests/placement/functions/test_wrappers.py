@@ -141,6 +141,7 @@ OURS = {
 """What a program may put into the place of a function of JAX, and a call of that."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OURS)
 def test_jax_may_have_ours_in_the_place_of_its_own(name: str) -> None:
     ours, call = OURS[name]
