@@ -22,7 +22,7 @@ from shardrules.core.rule import ShardingRule
 from shardrules.core.tree import array_kind
 from shardrules.planning.graph.machine import Assumptions
 from shardrules.planning.query import QueryOptions, check_rule, check_time_limit
-from shardrules.planning.run.call import strong
+from shardrules.planning.run.call import strong, struct
 from shardrules.planning.solve.deadline import Deadline
 from shardrules.rules.named_axes import named_axes
 from shardrules.training.answer.make import proved_plan, training_plan
@@ -147,7 +147,8 @@ def plan_training(
     if host_memory is not None and read_bytes("host_memory", host_memory) and devices.hardware.is_cpu:
         raise ConfigError(f"host_memory is {host_memory!r}, but CPU devices have no memory of a host besides their own")
     _check_pins(pins, devices)
-    model, batch = _shapes(model), _shapes(batch)
+    # Models that steps and checkpoints return have no weak types; those of a batch are as the loss was written for.
+    model, batch = _shapes(model, strong), _shapes(batch, struct)
     recipe = Recipe(keep=Keep(replaces_checkpoints=replace_checkpoints), accumulate_dtype=accumulate_dtype)
     step = TrainingStep(loss, optimizer, has_aux, trainable, recipe, example_dims)
     state = eqx.filter_eval_shape(step.init_state, model)
@@ -188,9 +189,9 @@ def _check_dtype(dtype: Any) -> None:
         )
 
 
-def _shapes(tree: Any) -> Any:
-    """Returns a tree with shapes instead of arrays, without weak types: what steps and checkpoints return has none."""
-    return jax.tree.map(lambda leaf: leaf if array_kind(leaf) is None else strong(leaf), tree)
+def _shapes(tree: Any, shape_of: Callable[[Any], jax.ShapeDtypeStruct]) -> Any:
+    """Returns a tree with shapes instead of arrays."""
+    return jax.tree.map(lambda leaf: leaf if array_kind(leaf) is None else shape_of(leaf), tree)
 
 
 def _check_outcomes(search: TrainingSearch, name: str) -> None:

@@ -118,7 +118,10 @@ def read_call(
     is_weak = [struct(leaf).weak_type for group in arrays for leaf in group]
     is_scalar = [len(group) == 1 and not leaf.shape for group in arrays for leaf in group]
     first = [weak and scalar for weak, scalar in zip(is_weak, is_scalar, strict=True)]
-    call = _read_call(fn, args, mesh, name, on_host, first)
+    try:
+        call = _read_call(fn, args, mesh, name, on_host, first)
+    except TypeError:  # carries of loops, for instance, may have their dtypes from weak types
+        return _read_call(fn, args, mesh, name, on_host, is_weak)
     returned = set(call.feedback.values())
     lasting = [
         weak and (scalar or index not in returned)

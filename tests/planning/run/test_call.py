@@ -62,6 +62,22 @@ def test_arrays_that_come_back_have_no_weak_types() -> None:
     assert sorted(call.feedback.values()) == [0, 1]
 
 
+def test_weak_types_stay_where_the_function_needs_them() -> None:
+    def call_of(batch: Any) -> Any:
+        def layer(x: Any, weight: Any) -> tuple[Any, None]:
+            return x @ weight * batch["scale"], None
+
+        return read_call(
+            lambda weights, batch: jax.lax.scan(layer, batch["x"], weights)[0], (weights, batch), mesh, "f"
+        )
+
+    mesh, weights = sr.mesh_shape("data:8"), jnp.ones((2, 4, 4), jnp.bfloat16)
+    call = call_of({"x": jnp.ones((8, 4), jnp.bfloat16), "scale": jnp.array(2.0)})
+    assert [str(aval.dtype) for aval in call.jaxpr.out_avals] == ["bfloat16"]
+    with pytest.raises(TypeError, match="carry"):
+        call_of({"x": jnp.ones((8, 4), jnp.bfloat16), "scale": jnp.float32(2.0)})
+
+
 def test_states_keep_weak_types_that_their_dtypes_rest_on() -> None:
     def step(state: Any, gradient: Any) -> Any:
         return {"decay": state["decay"], "mean": state["decay"] * state["mean"] + gradient}, gradient.sum()
