@@ -188,7 +188,7 @@ def answer_query(query: Query, result: SearchResult, deadline: Deadline) -> Auto
     remarks = Remarks()
     costs = remarks.of("what pins cost", lambda: _pin_costs(query, plan.result, deadline), PinCosts())
     # Findings come last, and search nothing: they only read the plan.
-    findings = remarks.of("what else is worth knowing", lambda: tuple(_findings(query, plan, costs)), ())
+    findings = remarks.each("what else is worth knowing", _findings(query, plan, costs))
     return attrs.evolve(plan, findings=(*plan.findings, *findings, *remarks.findings))
 
 

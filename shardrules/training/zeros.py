@@ -49,6 +49,8 @@ def _zeros_of(equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
     call = InlinedCall.of(equation)
     if call is not None:
         return zero_results(call.jaxpr, [operands[index] for index in call.operands])
+    if name == "div":
+        return [operands[0]]
     is_zero = any(operands[:2]) if name in _PRODUCTS else name in (*LINEAR, *ADDING) and all(operands)
     return [is_zero] * len(equation.outvars)
 

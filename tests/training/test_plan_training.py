@@ -70,7 +70,9 @@ def test_scales_of_weak_types_are_trained_and_restored(tmp_path: Any) -> None:
 
     batch, step = jnp.full((64, 16), 0.5), TrainingStep(loss, OPTIMIZER)
     plan = sr.plan_training(loss, make(), OPTIMIZER, batch, cluster=jax.devices())
-    assert not any(array.weak_type for array in plan.planned.call.structs)
+    call = plan.planned.call
+    owners = [owner for array, owner in zip(call.structs, call.argument_indices, strict=True) if array.weak_type]
+    assert owners == [2]  # the batch is no result of a step
     model, state = plan.init(make)()
     expected, expected_state = make(), step.init_state(make())
     for _ in range(3):
@@ -456,7 +458,7 @@ def test_clusters_that_cannot_be_doubled_are_planned(count: int) -> None:
     assert not [advice for advice in planned.report.advice if "devices" in advice.change]
 
 
-@pytest.mark.parametrize("name", ["_model_flops", "token_count", "_frontier", "_findings", "_of_larger_batch"])
+@pytest.mark.parametrize("name", ["_model_flops", "token_count", "_frontier", "machine_findings", "_of_larger_batch"])
 def test_what_is_said_about_a_plan_does_not_lose_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> Any:
         raise RuntimeError("a bug")
@@ -467,6 +469,19 @@ def test_what_is_said_about_a_plan_does_not_lose_it(name: str, monkeypatch: pyte
     assert planned.candidates[0].fits
     (finding,) = [finding for finding in planned.report.findings if finding.code == "not-said"]
     assert finding.message.endswith("is unknown: RuntimeError: a bug")
+
+
+def test_findings_before_a_bug_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(answer, "program_findings", broken)
+    model, batch = shapes()
+    planned = sr.plan_training(
+        squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", memory_limit="30KiB", time_limit=1e-3
+    )
+    severities = {finding.code: finding.severity for finding in planned.report.findings}
+    assert severities["may-not-fit"] == severities["not-said"] == "warning"
 
 
 def test_stages_that_cannot_be_planned_do_not_lose_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ ZERO = {
     "rounded": lambda w, x: jnp.sum(jnp.round(x @ w[0])),
     "compared": lambda w, x: jnp.sum(jnp.where(w[0] > 0, 1.0, 2.0)) * x.sum(),
     "times zero": lambda w, x: jnp.sum(x) + 0.0 * jnp.sum(w),
+    "mean times zero": lambda w, x: jnp.sum(x) + 0.0 * jnp.mean(w),
     "results of a loop": in_scan,
     "stopped in a loop": stopped_in_scan,
     "carried in a loop": carried,

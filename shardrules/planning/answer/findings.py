@@ -1,7 +1,7 @@
 """What is worth knowing about a plan: findings and messages, from what the searches returned."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar, final
 
 import attrs
@@ -11,7 +11,7 @@ from shardrules.analysis.compiling.saved_names import saved_name_findings
 from shardrules.analysis.machine.hardware import Hardware
 from shardrules.core.axes import AnyMesh, mesh_text
 from shardrules.core.check import bytes_text
-from shardrules.core.finding import Finding
+from shardrules.core.finding import Finding, Severity
 from shardrules.core.spec import spec_repr
 from shardrules.planning.answer.whole import whole_findings
 from shardrules.planning.graph.machine import has_sheet
@@ -48,14 +48,22 @@ class Remarks:
     findings: list[Finding] = attrs.field(factory=list, init=False)
     """What could not be said, and why."""
 
-    def of(self, subject: str, compute: Callable[[], _Remark], default: _Remark) -> _Remark:
+    def of(
+        self, subject: str, compute: Callable[[], _Remark], default: _Remark, severity: Severity = "note"
+    ) -> _Remark:
         """Returns what a function computes; the default, and a finding, where it raises an error."""
         try:
             return compute()
         except Exception as error:  # noqa: BLE001  whatever it is, it is in the plan's findings
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            self.findings.append(Finding("note", "not-said", f"{subject} is unknown: {reason:.{_LONGEST_REASON}}"))
+            self.findings.append(Finding(severity, "not-said", f"{subject} is unknown: {reason:.{_LONGEST_REASON}}"))
             return default
+
+    def each(self, subject: str, findings: Iterable[Finding]) -> tuple[Finding, ...]:
+        """Returns findings as far as they can be said."""
+        said: list[Finding] = []
+        self.of(subject, lambda: said.extend(findings), None, "warning")  # what came before an error stays
+        return tuple(said)
 
 
 @final

@@ -162,15 +162,25 @@ def _host_count(sizes: Mapping[str, int], group_axes: Sequence[str], per_host: i
     Not every device is looked at: a cluster may have a billion.
     """
     count, stride, positions = 1, 1, [0]
+    first_axis = next((axis for axis in sizes if axis in group_axes), None)
     for axis, size in reversed([*sizes.items()]):
         if axis in group_axes:
             # After so many steps along the axis, what lies on each host repeats on others.
             period = math.lcm(stride, per_host) // stride
-            steps = period if size % period == 0 else size
+            rounds, rest = divmod(size, period)
+            if rest and axis == first_axis:
+                whole, last = (_hosts(positions, stride, steps, per_host) for steps in (period, rest))
+                return count * (rounds * whole + last)
+            steps = size if rest else period
             count *= size // steps
             positions = [step * stride + position for step in range(steps) for position in positions]
         stride *= size
-    return count * len(dict.fromkeys(position // per_host for position in positions))
+    return count * _hosts(positions, 0, 1, per_host)
+
+
+def _hosts(positions: Sequence[int], stride: int, steps: int, per_host: int) -> int:
+    """On how many hosts devices are that are at these positions, and at as many steps from them."""
+    return len({(step * stride + position) // per_host for step in range(steps) for position in positions})
 
 
 def _first_group(mesh: Mesh, axes: tuple[str, ...], mask: int) -> list[int]:

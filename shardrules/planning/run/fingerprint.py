@@ -1,5 +1,6 @@
 """What tells traced programs apart: a string for each, and the first equation in which two differ."""
 
+import enum
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
@@ -126,7 +127,7 @@ def _lines(program: ClosedJaxpr | Jaxpr) -> Iterator[_Line]:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
+    return value is None or isinstance(value, bool | int | float | str | enum.Enum)
 
 
 def _are_equal(values: Sequence[Any], others: Sequence[Any]) -> bool:

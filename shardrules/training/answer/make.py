@@ -64,7 +64,7 @@ def training_plan(search: TrainingSearch, chosen: Outcome | None = None, proofs:
     flops, peak = remarks.of("the FLOPs of the model", lambda: _model_flops(problem), (0, 0.0))
     regions = remarks.of("how regions run", lambda: planned.regions, ())
     advice = _advice(search, outcome, remarks)
-    findings = remarks.of("what else is worth knowing", lambda: tuple(_findings(search, outcome, planned, proofs)), ())
+    findings = remarks.each("what else is worth knowing", _findings(search, outcome, planned, proofs))
     report = TrainingPlanReport(
         name_of(problem.step.loss),
         problem.cluster.name,
@@ -298,12 +298,6 @@ def _findings(search: TrainingSearch, outcome: Outcome, planned: AutoPlan, proof
         )
     elif outcome.peak_bytes > NEAR_RATIO * limit:
         yield attrs.evolve(near_the_limit(limit, outcome.peak_bytes), remedy="Pass prove=3 to ask the compiler")
-    may_be_split = search.microbatches is None and search.problem.loss.batch_size > 1
-    if outcome.recipe.microbatches == 1 and may_be_split and search.problem.split_refusal:
-        free = search.free.get(outcome.shape)
-        needs_less = free is not None and not free.fits
-        what = "microbatches would take less memory, and are none" if needs_less else "the batch stays whole"
-        yield Finding("note", "whole-batch", f"{what}: " + " ".join(search.problem.split_refusal.split()))
     if search.is_late or search.is_cut:
         yield Finding(
             "warning",
@@ -311,6 +305,12 @@ def _findings(search: TrainingSearch, outcome: Outcome, planned: AutoPlan, proof
             f"the search was not done after time_limit={planned.time_limit:.3g} s: another run may find another plan",
             remedy="Raise time_limit",
         )
+    may_be_split = search.microbatches is None and search.problem.loss.batch_size > 1
+    if outcome.recipe.microbatches == 1 and may_be_split and search.problem.split_refusal:
+        free = search.free.get(outcome.shape)
+        needs_less = free is not None and not free.fits
+        what = "microbatches would take less memory, and are none" if needs_less else "the batch stays whole"
+        yield Finding("note", "whole-batch", f"{what}: " + " ".join(search.problem.split_refusal.split()))
     aux_tree = search.problem.loss.aux_tree
     if states_of(search.problem.model) and not states_of(aux_tree.unflatten([None] * aux_tree.num_leaves)):
         yield Finding(

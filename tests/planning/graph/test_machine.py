@@ -117,8 +117,13 @@ def test_latency_grows_with_the_group() -> None:
         assert fixed[2] > fixed[1] + H100.network_latency_seconds / 10
 
 
+def test_hosts_of_clusters_that_no_hosts_divide_are_counted_at_once() -> None:
+    assert _host_count({"data": 10**9 + 7}, ("data",), 8) == 125_000_001
+    assert _host_count({"data": 10**9 + 7, "model": 3}, ("data",), 8) == 375_000_003
+
+
 def test_hosts_of_groups_are_as_by_counting() -> None:
-    for sizes in itertools.product((1, 2, 3, 4, 12), repeat=3):
+    for sizes in itertools.product((1, 2, 3, 4, 7, 12), repeat=3):
         by_name = dict(zip("abc", sizes, strict=True))
         for axes in ((), ("a",), ("b",), ("c",), ("a", "b"), ("a", "c"), ("b", "c"), ("a", "b", "c")):
             index = tuple(slice(None) if axis in axes else 0 for axis in by_name)

@@ -31,6 +31,7 @@ def loop(rounds: int, fn: Any) -> Any:
         (lambda x: jnp.sin(x), lambda x: jnp.sin(x) + x, r"return is add"),
         (lambda x: jnp.sin(x) - x, lambda x: x - jnp.sin(x), r"sub .* is sub .* of other arrays"),
         (loop(3, jnp.sin), loop(3, jnp.cos), r"sin float32\[4,8\].* is cos"),
+        (lambda x: jnp.dot(x, x.T), lambda x: jnp.dot(x, x.T, precision="highest"), r"dot_general .* with precision="),
         (loop(3, jnp.sin), loop(4, jnp.sin), r"scan .* with length=4 instead of 3"),
     ],
 )
