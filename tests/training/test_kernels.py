@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.custom_partitioning import custom_partitioning
 
 import shardrules as sr
 from tests.planning.shipped import OPS, loaded
@@ -126,3 +127,24 @@ def test_a_kernel_that_knows_how_many_examples_there_are_has_no_microbatches(wha
 
 def test_a_kernel_that_does_not_know_it_has_microbatches() -> None:
     assert in_microbatches(lambda w, x: jnp.mean(kernel_of(centred, len(x))(x @ w) ** 2)).report.microbatches == 2
+
+
+def partitioned(function: Any, rule: str) -> Any:
+    """A function that says itself how it is split, over data alone, and is its own derivative."""
+
+    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        shardings = [jax.tree.map(lambda struct: struct.sharding, each) for each in (results, operands)]
+        return mesh, function, *shardings
+
+    split = custom_partitioning(function)
+    split.def_partition(partition, sharding_rule=rule)
+    trained = jax.custom_vjp(split)
+    trained.defvjp(lambda x: (split(x), None), lambda _, gradient: (split(gradient),))
+    return trained
+
+
+def test_a_function_that_says_how_it_is_split_has_no_microbatches() -> None:
+    """The rule says that rows are split, also where the function takes their mean."""
+    centre = partitioned(lambda x: x - x.mean(0, keepdims=True), "b d -> b d")
+    with pytest.raises(sr.errors.MicrobatchError, match="says how devices split it, not that it computes examples one"):
+        in_microbatches(lambda w, x: jnp.mean(centre(x @ w) ** 2))

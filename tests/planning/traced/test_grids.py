@@ -1,7 +1,10 @@
 """Loops of Pallas kernels: those that JAX ships, and kernels whose dims must stay whole."""
 
 import inspect
+import pathlib
 import pkgutil
+import runpy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -202,3 +205,20 @@ def test_blocks_for_several_positions_fill_the_grid() -> None:
 
 def test_dims_that_no_operand_has_are_whole() -> None:
     assert loops_of(spread, ROWS, in_specs=STATE) == "whole"
+
+
+def test_a_copy_of_a_grouped_matmul_is_a_kernel_like_others(tmp_path: pathlib.Path) -> None:
+    """It may read its tables in another way, or have operands of its own."""
+    arrays = struct(64, 8, dtype=jnp.float32), struct(4, 8, 16, dtype=jnp.float32), struct(4, dtype=jnp.int32)
+    module = sys.modules[inspect.unwrap(loaded(f"{OPS}tpu.megablox.gmm").gmm).__module__]
+    copy = tmp_path / "megablox" / "gmm.py"
+    copy.parent.mkdir()
+    copy.write_text(inspect.getsource(module), encoding="utf-8")
+    own = runpy.run_path(str(copy), {"__package__": module.__package__}, module.__name__)
+
+    def text(gmm: Any) -> str:
+        ((equation, unused),) = kernels_in(jax.make_jaxpr(lambda *args: gmm(*args, tiling=(8, 8, 8)))(*arrays))
+        return text_of(op_factors(equation, unused))
+
+    assert text(module.gmm).startswith(",.,.,.,.,a.")
+    assert text(own["gmm"]) == ",.,.,.,.,..,..a -> .a"
