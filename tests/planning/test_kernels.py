@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.pallas.ops.tpu.megablox import gmm
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -173,3 +174,21 @@ def test_what_says_how_it_is_split_is_left_to_the_compiler() -> None:
     np.testing.assert_allclose(step(x, y), 2 * jnp.sin(x) @ y, rtol=1e-4, atol=1e-4)
     assert plan.result_specs == (P("data"),)
     assert "all-gather" not in (step.lower(x, y).compile().as_text() or "")
+
+
+def test_gradients_of_grouped_matmuls_run_in_a_plan() -> None:
+    x, w, sizes = real(64, 8), real(4, 8, 16), jnp.array([16, 0, 25, 23], jnp.int32)
+
+    def gradients(x: Any, w: Any, sizes: Any) -> Any:
+        def loss(x: Any, w: Any) -> Any:
+            return jnp.sum(gmm(x, w, sizes, jnp.float32, (8, 8, 8), interpret=True) ** 2)
+
+        return jax.grad(loss, (0, 1))(x, w)
+
+    mesh = sr.create_mesh("data:8", axis_types=AxisType.Auto)
+    pins = sr.SpecTreeShardingRule((P("data"), P(), P()))
+    plan = sr.autoplan(gradients, x, w, sizes, mesh=mesh, hardware=FAST, pins=pins)
+    assert [finding for finding in plan.findings if finding.code == "unknown-operation"] == []
+    results = plan.jit(gradients)(*sr.filter_shard((x, w, sizes), plan.plan, mesh))
+    for result, expected in zip(results, jax.jit(gradients)(x, w, sizes), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-3)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.custom_partitioning import custom_partitioning
 
 import shardrules as sr
 from tests.planning.shipped import OPS, loaded
@@ -67,3 +68,83 @@ def test_a_kernel_that_asks_for_its_example_has_no_microbatches() -> None:
         sr.plan_training(
             lambda w, x: jnp.mean(call(x @ w)), real(8, 8), optax.sgd(0.1), real(16, 8), cluster="cpu:4", microbatches=2
         )
+
+
+ROWS = pl.BlockSpec((2, 8), lambda i: (i, 0))
+
+
+def kernel_of(body: Any, rows: int, spec: Any = ROWS, *, block: int = 2) -> Any:
+    """A kernel of a batch with this many rows, which is its own derivative."""
+    call = pl.pallas_call(
+        body,
+        jax.ShapeDtypeStruct((rows, 8), jnp.float32),
+        grid=(rows // block,),
+        in_specs=[spec],
+        out_specs=spec,
+        interpret=True,
+    )
+    function = jax.custom_vjp(call)
+    function.defvjp(lambda x: (call(x), None), lambda _, gradient: (call(gradient),))
+    return function
+
+
+def in_microbatches(loss: Any) -> Any:
+    w, x = real(8, 8), real(16, 8)
+    return sr.plan_training(loss, w, optax.sgd(0.1), x, cluster="cpu:4", microbatches=2, time_limit=2)
+
+
+def multiplied(factor: Any) -> Any:
+    def body(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = x_ref[...] * factor()
+
+    return body
+
+
+def centred(x_ref: Any, out_ref: Any) -> None:
+    out_ref[...] = x_ref[...] - jnp.mean(x_ref[...], 0, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    ("what", "kernel"),
+    [
+        ("program", lambda rows: kernel_of(multiplied(lambda: rows), rows)),
+        ("program", lambda rows: kernel_of(multiplied(lambda: pl.num_programs(0)), rows)),
+        ("program", lambda rows: kernel_of(multiplied(lambda: 2 if rows > 8 else 3), rows)),
+        (
+            "map of blocks",
+            lambda rows: kernel_of(centred, rows, pl.BlockSpec((rows // 4, 8), lambda i: (i, 0)), block=rows // 4),
+        ),
+        (
+            "map of blocks",
+            lambda rows: kernel_of(centred, rows, pl.BlockSpec((2, 8), lambda i: (rows // 2 - 1 - i, 0))),
+        ),
+    ],
+)
+def test_a_kernel_that_knows_how_many_examples_there_are_has_no_microbatches(what: str, kernel: Any) -> None:
+    with pytest.raises(sr.errors.MicrobatchError, match=rf"pallas_call .* another.* {what}.* in each"):
+        in_microbatches(lambda w, x: jnp.mean(kernel(len(x))(x @ w) ** 2))
+
+
+def test_a_kernel_that_does_not_know_it_has_microbatches() -> None:
+    assert in_microbatches(lambda w, x: jnp.mean(kernel_of(centred, len(x))(x @ w) ** 2)).report.microbatches == 2
+
+
+def partitioned(function: Any, rule: str) -> Any:
+    """A function that says itself how it is split, over data alone, and is its own derivative."""
+
+    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        shardings = [jax.tree.map(lambda struct: struct.sharding, each) for each in (results, operands)]
+        return mesh, function, *shardings
+
+    split = custom_partitioning(function)
+    split.def_partition(partition, sharding_rule=rule)
+    trained = jax.custom_vjp(split)
+    trained.defvjp(lambda x: (split(x), None), lambda _, gradient: (split(gradient),))
+    return trained
+
+
+def test_a_function_that_says_how_it_is_split_has_no_microbatches() -> None:
+    """The rule says that rows are split, also where the function takes their mean."""
+    centre = partitioned(lambda x: x - x.mean(0, keepdims=True), "b d -> b d")
+    with pytest.raises(sr.errors.MicrobatchError, match="says how devices split it, not that it computes examples one"):
+        in_microbatches(lambda w, x: jnp.mean(centre(x @ w) ** 2))

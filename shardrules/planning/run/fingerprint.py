@@ -115,6 +115,8 @@ def _lines(program: ClosedJaxpr | Jaxpr) -> Iterator[_Line]:
         ]
         # Only what prints alike in every process: the repr of a function has an address in it.
         params = sorted((name, repr(value)) for name, value in equation.params.items() if _is_plain(value))
+        if hasattr(mapping := equation.params.get("grid_mapping"), "block_mappings"):
+            params.append(("grid_mapping", _grid_text(mapping)))
         operands = names(equation.invars)
         yield _Line(equation.primitive.name, operands, shapes, params, equation, values_of(equation.invars))
         for inner in programs_in(equation):
@@ -122,6 +124,15 @@ def _lines(program: ClosedJaxpr | Jaxpr) -> Iterator[_Line]:
         for var in equation.outvars:
             indices[var] = len(indices)
     yield _Line("return ", names(jaxpr.outvars), constants=values_of(jaxpr.outvars))
+
+
+def _grid_text(mapping: Any) -> str:
+    """The positions of a Pallas kernel, and which block of each array a position has."""
+    blocks = [
+        (str(block.block_shape), block.array_aval.shape, str(open_jaxpr(block.index_map_jaxpr)))
+        for block in mapping.block_mappings
+    ]
+    return f"{[str(length) for length in mapping.grid]}{blocks}"
 
 
 def _is_plain(value: Any) -> bool:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.planning.run.ragged import entry, sizes_among
 from shardrules.planning.traced.calls import closed_like, open_jaxpr
@@ -36,7 +36,7 @@ def kernel_of_pieces(
 
 
 def _in_context(value: Any, context: Any) -> Any:
-    """Returns parameters with all equations in their programs, and in the maps of blocks, in a context."""
+    """Returns parameters whose programs, those of maps of blocks too, are in a context."""
     if isinstance(value, ClosedJaxpr | Jaxpr):
         program = open_jaxpr(value)
         changed = [each.replace(ctx=context, params=_in_context(each.params, context)) for each in program.eqns]
@@ -44,6 +44,9 @@ def _in_context(value: Any, context: Any) -> Any:
     if isinstance(value, tuple | list):
         # Named tuples hold no programs.
         return type(value)(_in_context(item, context) for item in value) if type(value) in (tuple, list) else value
+    if isinstance(value, NamedSharding):
+        # That of an array of zeros in the kernel, say, which is split over no axis.
+        return NamedSharding(context.cur_abstract_mesh, value.spec)
     if isinstance(value, dict):
         return {name: _in_context(item, context) for name, item in value.items()}
     if hasattr(value, "block_mappings"):

@@ -17,6 +17,7 @@ from shardrules.planning.traced.calls import open_jaxpr
 from shardrules.planning.traced.factors.grids import params_of_pieces
 from shardrules.planning.traced.factors.grouped import kernel_loops
 from shardrules.planning.traced.factors.table import op_signature
+from shardrules.training.examples.equality import equal_values
 
 _SIZES = (
     *("shape", "new_sizes", "start_indices", "limit_indices", "slice_sizes", "sizes", "length", "axis_size", "reps"),
@@ -154,12 +155,45 @@ def _difference(equation: Any, other: Any, partner: dict[Any, Any]) -> str:
 
 def _other_params(equation: Any, other: Any, counts: Counts) -> str:
     """Which parameters of two equations differ in more than sizes."""
+    if equation.primitive.name == "pallas_call":
+        return _other_kernel(equation, other, counts)
     for key, value in equation.params.items():
         if (equation.primitive.name, key) in _TEXTS:
             continue
         if not _alike(value, other.params[key], counts, key in _SIZES):
             return f"{key} of {_text(equation)} is {value} in the first and {other.params[key]} in the second"
     return ""
+
+
+_SIZES_OF_KERNELS = ("grid_mapping", "out_avals", "cost_estimate")
+"""Parameters of Pallas kernels that hold sizes, or what follows from them."""
+
+
+def _other_kernel(equation: Any, other: Any, counts: Counts) -> str:
+    """What two Pallas kernels differ in; empty where they do the same with each block, at more or fewer positions."""
+    params, others = equation.params, other.params
+    names = [
+        "program" if name == "jaxpr" else name
+        for name in params
+        if name not in _SIZES_OF_KERNELS and not equal_values(params[name], others[name])
+    ]
+    mapping, partner = params["grid_mapping"], others["grid_mapping"]
+    of_same_size = mapping
+    if len(mapping.block_mappings) == len(partner.block_mappings):
+        blocks = zip(mapping.block_mappings, partner.block_mappings, strict=True)
+        blocks_of_same_size = tuple(block.replace(array_aval=twin.array_aval) for block, twin in blocks)
+        of_same_size = mapping.replace(grid=partner.grid, block_mappings=blocks_of_same_size)
+    if not equal_values(of_same_size, partner):
+        names.append("map of blocks")
+    if mapping.grid != partner.grid:
+        op = op_signature(equation, [True] * len(equation.outvars))
+        loops = None if op is None else kernel_loops(op)
+        axes = {} if loops is None else loops.sizes
+        lengths = zip(mapping.grid, partner.grid, strict=False)
+        changed = [(axis, *pair) for axis, pair in enumerate(lengths) if pair[0] != pair[1]]
+        if not all(axis in axes and counts.is_scaled(whole, trace) for axis, whole, trace in changed):
+            names.append("grid")
+    return f"{_text(equation)} has another {', another '.join(names)} in each" if names else ""
 
 
 def _same_operand(var: Any, other: Any, partner: dict[Any, Any]) -> bool:

@@ -131,6 +131,9 @@ def examples_rule(equation: Any, facts: Sequence[Fact], counts: Counts) -> list[
     if equation.params.get("dropout_rate"):
         why = f"{name_of_step(equation)} drops elements out by one seed for all examples"
         return [refused(why, equation)] * len(outvars)
+    if name == "custom_partitioning":
+        why = f"{name_of_step(equation)} says how devices split it, not that it computes examples one by one"
+        return [refused(why, equation)] * len(outvars)
     factors = op_factors(equation)
     if factors is None:
         why = f"{name_of_step(equation)} has no rule that says which dims it computes one by one"

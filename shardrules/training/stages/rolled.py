@@ -4,7 +4,6 @@ The traced program has such layers one after another, as a run of equal segments
 arrays that they read: the weights of each, and what the one before has computed.
 """
 
-import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, final
@@ -12,15 +11,13 @@ from typing import Any, final
 import attrs
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from shardrules.analysis.compiling.model_flops import model_flops
-from shardrules.core.keys import is_key
-from shardrules.planning.traced.calls import open_jaxpr
 from shardrules.training.examples.derivatives import pulled_back
+from shardrules.training.examples.equality import equal_params, literal_value
 from shardrules.training.keep.flat import flattened, replaced
 from shardrules.training.keep.segments import nbytes_of, segment_program, struct
 from shardrules.training.keep.units import UnitPosition, find_runs
@@ -275,11 +272,7 @@ def _reading(equations: Sequence[Any], variables: dict[Any, Any]) -> list[Any]:
 
 def _key(column: _Column) -> Any:
     """What tells columns apart."""
-    return tuple(_value(var) if isinstance(var, Literal) else var for var in column)
-
-
-def _value(literal: Any) -> Any:
-    return literal.aval.shape, literal.aval.dtype, np.asarray(literal.val).tobytes()
+    return tuple(literal_value(var) if isinstance(var, Literal) else var for var in column)
 
 
 def _is_one_value(column: _Column) -> bool:
@@ -294,114 +287,7 @@ def _is_alike(column: _Column) -> bool:
 def _is_same(equations: Sequence[Any]) -> bool:
     """Whether equations compute the same from their operands, and have the same derivative."""
     first, *others = equations
-    return all(_is_alike_in_params(first, each) for each in others)
-
-
-_WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
-"""What names of functions with derivatives of their own begin with."""
-
-
-def _is_alike_in_params(equation: Any, other: Any, in_rule: bool = False) -> bool:
-    """Whether the parameters of equations are equal; `in_rule`, in a derivative, where no other derivative is taken."""
-    params, others = equation.params, other.params
-    if params.keys() != others.keys():
-        return False
-    if equation.primitive.name.startswith(_WITH_RULES):
-        # Rules for derivatives are other functions in each call: what they compute decides.
-        names = [name for name, value in params.items() if isinstance(value, ClosedJaxpr | int)]
-        derivatives = () if in_rule else (_derivative(equation), _derivative(other))
-        if derivatives and (None in derivatives or not _is_equal(*derivatives, in_rule=True)):
-            return False
-    else:
-        names = list(params)
-    return all(
-        _is_equal_policy(params[name], others[name])
-        if name == "policy"
-        else _is_equal(params[name], others[name], in_rule)
-        for name in names
-    )
-
-
-_POLICY_DEPTH = 4
-"""How many policies of `jax.checkpoint` may be made of each other to be compared."""
-
-
-def _is_equal_policy(policy: Any, other: Any, depth: int = _POLICY_DEPTH) -> bool:
-    """Whether one function makes both policies of equal values."""
-    code = getattr(policy, "__code__", None)
-    if policy is other or code is None:
-        return _is_equal(policy, other)
-    if not depth or getattr(other, "__code__", None) is not code:
-        return False
-    made_of, other_of = _values_of(policy), _values_of(other)
-    return len(made_of) == len(other_of) and all(
-        _is_equal_policy(value, other_value, depth - 1) if callable(value) else _is_equal(value, other_value)
-        for value, other_value in zip(made_of, other_of, strict=True)
-    )
-
-
-def _values_of(function: Any) -> list[Any]:
-    """What a function closes over and has as defaults."""
-    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a cell is empty until its variable is set
-            values.append(cell.cell_contents)
-    return values
-
-
-def _is_equal(value: Any, other: Any, in_rule: bool = False) -> bool:
-    """Whether parameters are equal; programs are if all of their equations are."""
-    if value is other:
-        return True
-    if type(value) is not type(other) or isinstance(value, Tracer):
-        return False
-    if isinstance(value, tuple | list):
-        return len(value) == len(other) and all(
-            _is_equal(item, other_item, in_rule) for item, other_item in zip(value, other, strict=True)
-        )
-    if isinstance(value, dict):
-        return value.keys() == other.keys() and all(_is_equal(value[key], other[key], in_rule) for key in value)
-    if isinstance(value, ClosedJaxpr | Jaxpr):
-        has_same_constants = _is_equal(getattr(value, "consts", []), getattr(other, "consts", []))
-        return has_same_constants and _is_equal_program(open_jaxpr(value), open_jaxpr(other), in_rule)
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        if value.dtype != other.dtype:
-            return False
-        if is_key(value.dtype):
-            value, other = jax.random.key_data(value), jax.random.key_data(other)
-        return np.array_equal(value, other)
-    return bool(value == other)
-
-
-def _is_equal_program(program: Jaxpr, other: Jaxpr, in_rule: bool) -> bool:
-    numbers: list[dict[Any, int]] = [{}, {}]
-
-    def is_same_operand(var: Any, other: Any) -> bool:
-        if isinstance(var, Literal) or isinstance(other, Literal):
-            return type(var) is type(other) and _value(var) == _value(other)
-        return numbers[0].get(var) == numbers[1].get(other)
-
-    def add(variables: Sequence[Any], others: Sequence[Any]) -> None:
-        for each, names in zip((variables, others), numbers, strict=True):
-            for var in each:
-                names[var] = len(names)
-
-    def is_alike(variables: Sequence[Any], others: Sequence[Any]) -> bool:
-        return [str(var.aval) for var in variables] == [str(var.aval) for var in others]
-
-    if len(program.eqns) != len(other.eqns) or not is_alike(program.invars, other.invars):
-        return False
-    if len(program.outvars) != len(other.outvars) or len(program.constvars) != len(other.constvars):
-        return False
-    add((*program.constvars, *program.invars), (*other.constvars, *other.invars))
-    for equation, another in zip(program.eqns, other.eqns, strict=True):
-        is_same = equation.primitive is another.primitive and len(equation.invars) == len(another.invars)
-        if not is_same or not all(map(is_same_operand, equation.invars, another.invars)):
-            return False
-        if not is_alike(equation.outvars, another.outvars) or not _is_alike_in_params(equation, another, in_rule):
-            return False
-        add(equation.outvars, another.outvars)
-    return all(map(is_same_operand, program.outvars, other.outvars))
+    return all(equal_params(first, each, _derivative) for each in others)
 
 
 def _derivative(equation: Any) -> ClosedJaxpr | None:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from shardrules.planning.run.fingerprint import fingerprint, first_difference
 
@@ -63,3 +64,23 @@ def test_equal_programs_have_no_difference() -> None:
         return loop(3, jnp.sin)(x) + jax.random.normal(key, x.shape) * np.arange(8.0)
 
     assert first_difference(program(fn), program(fn), with_values=True) == ""
+
+
+def doubling(block: int, index: Any) -> Any:
+    """A Pallas kernel with blocks of so many rows."""
+
+    def double(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = 2 * x_ref[0, 0] + jnp.zeros_like(out_ref)
+
+    out_spec = pl.BlockSpec((1, 8), lambda i: (i, 0))
+    shape, in_spec = jax.ShapeDtypeStruct(X.shape, X.dtype), pl.BlockSpec((block, 8), index)
+    return pl.pallas_call(double, shape, grid=(4,), in_specs=[in_spec], out_specs=out_spec)
+
+
+def test_kernels_differ_in_the_blocks_that_they_read() -> None:
+    """Their programs and arrays are the same, but for the sizes of blocks."""
+    kernels = [doubling(1, index) for index in (lambda i: (i, 0), lambda i: (3 - i, 0), lambda i: (0, 0))]
+    prints = [fingerprint(program(kernel)) for kernel in (*kernels, doubling(2, lambda i: (i // 2, 0)))]
+    assert len(set(prints)) == 4
+    assert fingerprint(program(doubling(1, lambda i: (i, 0)))) == prints[0]
+    assert "grid_mapping" in first_difference(program(kernels[0]), program(kernels[1]))

@@ -131,6 +131,13 @@ def test_largest_elements_of_eight_bits_are_those_of_all_pieces(keys: Any, lette
     ]
 
 
+def test_what_drops_out_by_one_seed_is_whole(cudnn: Any) -> None:
+    def dropping(q: Any, k: Any, v: Any) -> Any:
+        return cudnn.dot_product_attention(q, k, v, dropout_rate=0.1)
+
+    assert texts(dropping, Q, K, K, gradient=True) == ["whole", "whole"]
+
+
 def test_scales_are_split_with_their_blocks() -> None:
     def multiply(x: Any, y: Any, x_scales: Any, y_scales: Any) -> Any:
         return jax.nn.scaled_matmul(x, y, x_scales, y_scales)

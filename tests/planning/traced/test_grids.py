@@ -1,7 +1,10 @@
 """Loops of Pallas kernels: those that JAX ships, and kernels whose dims must stay whole."""
 
 import inspect
+import pathlib
 import pkgutil
+import runpy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +13,7 @@ import jax.experimental.pallas.ops
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from shardrules.planning.traced.factors.table import op_factors
 from tests.planning.shipped import OPS, SHIPPED, kernels_in, loaded, struct, text_of
@@ -126,3 +130,95 @@ def test_several_positions_may_read_one_block() -> None:
     ((equation, unused),) = kernels_in(jax.make_jaxpr(call)(struct(8, 8)))
     factors = op_factors(equation, unused)
     assert (text_of(factors), factors and factors.sizes) == ("a. -> a.", (4,))
+
+
+def text_with(kernel: Callable[..., None], in_specs: Any = (ROWS,), out_specs: Any = ROWS, **options: Any) -> str:
+    """The text of a kernel of rows, whose first result alone is used."""
+    specs = out_specs if isinstance(out_specs, list) else [out_specs]
+    shapes = [struct(8, 8), struct(2, 8)][: len(specs)]
+    grid = options.pop("grid", (4,))
+    call = pl.pallas_call(kernel, shapes, grid=grid, in_specs=list(in_specs), out_specs=specs, **options)
+    operands = [struct(8, 8), struct(2, 8)][: len(in_specs)]
+    ((equation, unused),) = kernels_in(jax.make_jaxpr(lambda *arrays: call(*arrays)[0])(*operands))
+    return text_of(op_factors(equation, unused))
+
+
+def carry_on(x_ref: Any, out_ref: Any, state_ref: Any) -> None:
+    state_ref[...] = jnp.where(x_ref[0, 0] > 0, 0, state_ref[...]) + x_ref[...]
+    out_ref[...] = state_ref[...]
+
+
+STATE = pl.BlockSpec((2, 8), lambda i: (0, 0))
+SCRATCH: dict[str, Any] = {"scratch_shapes": [pltpu.VMEM((2, 8), jnp.bfloat16)]}
+
+
+def declared(*semantics: str) -> dict[str, Any]:
+    return {**SCRATCH, "compiler_params": pltpu.CompilerParams(dimension_semantics=semantics)}
+
+
+def test_a_kernel_that_carries_a_state_is_whole_unless_it_declares_positions_parallel() -> None:
+    def write_operand(x_ref: Any, state_ref: Any, out_ref: Any) -> None:
+        carry_on(x_ref, out_ref, state_ref)
+
+    def write_over(x_ref: Any, state_ref: Any, out_ref: Any, new_ref: Any) -> None:
+        carry_on(x_ref, out_ref, new_ref)
+
+    with_state: dict[str, Any] = {"in_specs": (ROWS, STATE)}
+    texts = {
+        "scratch": text_with(carry_on, **SCRATCH),
+        "declared arbitrary": text_with(carry_on, **declared("arbitrary")),
+        "an unused result": text_with(carry_on, out_specs=[ROWS, STATE]),
+        "over an operand": text_with(write_over, **with_state, out_specs=[ROWS, STATE], input_output_aliases={1: 1}),
+        "an operand": text_with(write_operand, **with_state),
+    }
+    assert {name for name, text in texts.items() if text != "whole"} == set()
+    assert text_with(carry_on, **declared("parallel")) == "a. -> a."
+
+
+def test_a_state_that_starts_anew_along_another_dim_is_carried_along_this() -> None:
+    def carry_along_columns(x_ref: Any, out_ref: Any, state_ref: Any) -> None:
+        @pl.when(pl.program_id(0) == 0)
+        def _() -> None:
+            state_ref[...] = jnp.zeros_like(state_ref)
+
+        carry_on(x_ref, out_ref, state_ref)
+
+    blocks = pl.BlockSpec((2, 2), lambda i, j: (i, j))
+    scratch: Any = [pltpu.VMEM((2, 2), jnp.bfloat16)]
+    assert text_with(carry_along_columns, (blocks,), blocks, grid=(4, 4), scratch_shapes=scratch) == "whole"
+
+
+def test_positions_are_asked_for_by_negative_dims_and_by_names() -> None:
+    def count(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = x_ref[...] + pl.program_id(-1).astype(jnp.bfloat16)
+
+    def count_by_name(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = x_ref[...] + jax.lax.axis_index("rows").astype(jnp.bfloat16)
+
+    assert [text_with(count), text_with(count_by_name, grid=(("rows", 4),))] == ["whole", "whole"]
+
+
+def test_blocks_for_several_positions_fill_the_grid() -> None:
+    spec = pl.BlockSpec((3, 8), lambda i: (i // 3, 0))
+    assert text_with(spread, (spec,), pl.BlockSpec((1, 8), lambda i: (i, 0)), grid=(8,)) == "whole"
+
+
+def test_dims_that_no_operand_has_are_whole() -> None:
+    assert loops_of(spread, ROWS, in_specs=STATE) == "whole"
+
+
+def test_a_copy_of_a_grouped_matmul_is_a_kernel_like_others(tmp_path: pathlib.Path) -> None:
+    """It may read its tables in another way, or have operands of its own."""
+    arrays = struct(64, 8, dtype=jnp.float32), struct(4, 8, 16, dtype=jnp.float32), struct(4, dtype=jnp.int32)
+    module = sys.modules[inspect.unwrap(loaded(f"{OPS}tpu.megablox.gmm").gmm).__module__]
+    copy = tmp_path / "megablox" / "gmm.py"
+    copy.parent.mkdir()
+    copy.write_text(inspect.getsource(module), encoding="utf-8")
+    own = runpy.run_path(str(copy), {"__package__": module.__package__}, module.__name__)
+
+    def text(gmm: Any) -> str:
+        ((equation, unused),) = kernels_in(jax.make_jaxpr(lambda *args: gmm(*args, tiling=(8, 8, 8)))(*arrays))
+        return text_of(op_factors(equation, unused))
+
+    assert text(module.gmm).startswith(",.,.,.,.,a.")
+    assert text(own["gmm"]) == ",.,.,.,.,..,..a -> .a"

@@ -10,6 +10,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from shardrules import Hardware
@@ -412,3 +413,35 @@ def test_the_backward_pass_may_keep_what_it_may_in_a_scan() -> None:
     expected = keep_choices(traced(scanned, jnp.stack(WEIGHTS), args[1]), hardware)
     assert [keep.kept_bytes for keep in keeps] == [keep.kept_bytes for keep in expected]
     assert_computes_the_same(with_kept(loop, keeps[-1]), program, args)
+
+
+def with_kernels(*strides: int) -> ClosedJaxpr:
+    """Layers with a kernel each, whose positions share blocks of rows, so many of them one."""
+
+    def kernel(stride: int) -> Any:
+        def double(x_ref: Any, out_ref: Any) -> None:
+            out_ref[...] = 2 * x_ref[...]
+
+        in_spec = pl.BlockSpec((1, WIDTH), lambda i: (i // stride, 0))
+        out_spec, shape = pl.BlockSpec((1, WIDTH), lambda i: (i, 0)), jax.ShapeDtypeStruct(X.shape, X.dtype)
+        return pl.pallas_call(double, shape, grid=(EXAMPLES,), in_specs=[in_spec], out_specs=out_spec, interpret=True)
+
+    def called(weights: Any, x: Any) -> Any:
+        for w, stride in zip(weights, strides, strict=True):
+            x = kernel(stride)(x @ w)
+        return x
+
+    return traced(called, WEIGHTS, X)
+
+
+def test_layers_with_equal_kernels_are_a_loop() -> None:
+    program = with_kernels(*[2] * LAYERS)
+    loop = rolled(program)
+    assert loop is not None
+    assert lengths(loop) == [LAYERS]
+    for result, expected in zip(*(jaxpr_as_fun(each)(*WEIGHTS, X) for each in (loop, program)), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-5)
+
+
+def test_layers_with_other_maps_of_blocks_are_no_loop() -> None:
+    assert rolled(with_kernels(1, 2, 1, 4, 2)) is None

@@ -22,7 +22,10 @@ def is_maximum(name: str, result_index: int) -> bool:
 def _attention(op: OpSignature) -> Loops | None:
     """Examples and heads may be split; groups of queries stay with the head of their keys. Lengths and pages are
     whole, and so are examples that are packed of several sequences, which are numbered through for the backward pass.
+    Dropout has one seed: devices would all drop out what the first does.
     """
+    if op.params.get("dropout_rate"):
+        return None
     query, key, _, bias = op.operands[:4]
     per_example, rest = op.operands[4:10], op.operands[10:]
     residuals, modifiers = (rest[:3], rest[3:]) if op.name == BACKWARD else ((), rest)

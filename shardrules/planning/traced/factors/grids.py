@@ -1,17 +1,21 @@
 """The loops of Pallas kernels, read off their grids: how the blocks of arrays go together is in the index maps.
 
 A dim of the grid is a loop that may be split where every result has a block of its own for each of its positions, where
-operands have one block for each, or one for several, or do not depend on it, and where the kernel does not ask for its
-position. Devices then run the kernel on a smaller grid, over the blocks that they have.
+operands have one block for each, or one for several, or do not depend on it, and where the kernel neither asks for its
+position nor hands anything on to the next. Devices then run the kernel on a smaller grid, over the blocks that they
+have.
 """
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+import pathlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import attrs
+import jax
 
-from shardrules.analysis.compiling.jaxprs import programs_in
+from shardrules.analysis.compiling.jaxprs import equations, programs_in
+from shardrules.planning.traced.calls import open_jaxpr
 from shardrules.planning.traced.factors.loops import Loops, OpSignature, whole
 
 _DIVISIONS = ("div", "floor_divide")
@@ -35,10 +39,12 @@ def grid_loops(op: OpSignature) -> Loops | None:
     sizes: dict[Hashable, int] = {}
     for axis, length in enumerate(mapping.grid):
         blocks = _blocks(op, axis) if isinstance(length, int) and length > 1 else None
-        if blocks is None or _asks_for_position(op.params["jaxpr"], axis, mapping.vmapped_dims):
+        if blocks is None or _asks_for_position(op.params, axis) or _hands_on(op.params, axis, blocks):
             continue
         used = [(index, block.dim) for index, block in enumerate(blocks) if block is not None]
-        if any(names[index][dim] is not None for index, dim in used):
+        # What no operand has, no piece of an operand tells.
+        is_of_results = all(index >= mapping.num_inputs for index, _ in used)
+        if is_of_results or any(names[index][dim] is not None for index, dim in used):
             continue
         sizes[axis] = math.gcd(length, *(length // block.positions for block in blocks if block is not None))
         for index, dim in used:
@@ -103,8 +109,9 @@ def _blocks(op: OpSignature, axis: int) -> list[_Block | None] | None:
         ((dim, positions), *others) = dependent.items()
         size = _block_size(block_mapping.block_shape[dim])
         length = block_mapping.array_aval.shape[dim]
-        is_whole = size is not None and positions is not None and length * positions == size * mapping.grid[axis]
-        if others or not is_whole or positions is None or (is_result and positions > 1):
+        if others or not size or not positions or (is_result and positions > 1):
+            return None
+        if length % size or mapping.grid[axis] % positions or length * positions != size * mapping.grid[axis]:
             return None
         blocks.append(_Block(dim, positions))
     # What is written over an operand has its shape.
@@ -148,18 +155,78 @@ def _divided(equation: Any, position: Any) -> int | None:
     return None if divisor is None else int(divisor)
 
 
-def _asks_for_position(kernel: Any, axis: int, mapped: Sequence[int]) -> bool:
+def _asks_for_position(params: Mapping[str, Any], axis: int) -> bool:
     """Whether a kernel uses its position along a dim of the grid, or the number of positions.
 
     Dims that `jax.vmap` added are not its own, and not counted.
     """
-    if axis in mapped:
+    mapping = params["grid_mapping"]
+    if axis in mapping.vmapped_dims:
         return False
-    own_axis = axis - sum(other < axis for other in mapped)
-    return any(
-        equation.primitive.name in ("program_id", "num_programs") and equation.params["axis"] == own_axis
-        for equation in _used_equations(kernel)
+    # Of dims with names, collectives and `axis_index` may ask, too.
+    return mapping.grid_names is not None or any(
+        equation.primitive.name in ("program_id", "num_programs")
+        and equation.params["axis"] % _own_count(mapping) == _own_axis(mapping, axis)
+        for equation in _used_equations(params["jaxpr"])
     )
+
+
+def _own_axis(mapping: Any, axis: int) -> int:
+    """The index of a dim of the grid among those that the kernel was written for."""
+    return axis - sum(other < axis for other in mapping.vmapped_dims)
+
+
+def _own_count(mapping: Any) -> int:
+    return len(mapping.grid) - len(mapping.vmapped_dims)
+
+
+_STATES = ("prng_seed", "prng_random_bits")
+"""Primitives of kernels with a state of their own, which the next position finds as the one before leaves it."""
+
+
+def _hands_on(params: Mapping[str, Any], axis: int, blocks: Sequence[_Block | None]) -> bool:
+    """Whether a position may find what the one before it along a dim of the grid has left: in scratch, in a result that
+    nothing reads, or in an operand that is written. Nothing is in dims that are declared parallel, or by `jax.vmap`.
+    """
+    mapping = params["grid_mapping"]
+    if axis in mapping.vmapped_dims:
+        return False
+    semantics = _semantics(params)
+    if len(semantics) == _own_count(mapping) and "parallel" in semantics[_own_axis(mapping, axis)]:
+        return False
+    kernel = open_jaxpr(params["jaxpr"])
+    operands = kernel.invars[: mapping.num_index_operands + mapping.num_inputs]
+    # Effects name a variable, or the index of one.
+    written = [getattr(effect, "input", None) for effect in kernel.effects if type(effect).__name__ != "ReadEffect"]
+    return (
+        any(each in operands or each in range(len(operands)) for each in written)
+        or any(equation.primitive.name in _STATES for equation in equations(kernel))
+        or (
+            not is_from(params, *_STARTING_ANEW)
+            and (bool(mapping.scratch_avals) or None in blocks[mapping.num_inputs :])
+        )
+    )
+
+
+_STARTING_ANEW = ("splash_attention/splash_attention_kernel.py", "megablox/gmm.py")
+"""Modules of JAX whose kernels start anew with their scratch wherever they write other blocks, by what they ask of
+their position: read in the sources of JAX 0.10 and 0.12. They declare few dims parallel."""
+
+_KERNELS_OF_JAX = pathlib.Path(jax.__file__).parent / "experimental" / "pallas" / "ops" / "tpu"
+
+
+def is_from(params: Mapping[str, Any], *modules: str) -> bool:
+    """Whether a kernel is written in one of these modules of the installed JAX, and not in a copy of it."""
+    source = str(getattr(params["jaxpr"].debug_info, "func_src_info", "")).replace("\\", "/")
+    return any(f" at {(_KERNELS_OF_JAX / module).as_posix()}:" in source for module in modules)
+
+
+def _semantics(params: Mapping[str, Any]) -> list[str]:
+    """What the author of a kernel for TPUs says of the dims of its grid, in lower case."""
+    options = params["compiler_params"]
+    every = options.values() if isinstance(options, Mapping) else [options]
+    declared = [semantics for each in every if (semantics := getattr(each, "dimension_semantics", None)) is not None]
+    return [str(getattr(each, "value", each)).lower() for each in declared[0]] if len(declared) == 1 else []
 
 
 def _used_equations(program: Any) -> Iterator[Any]:

@@ -7,7 +7,7 @@ a device makes those of its own rows.
 from collections.abc import Hashable
 from typing import Any
 
-from shardrules.planning.traced.factors.grids import grid_loops
+from shardrules.planning.traced.factors.grids import grid_loops, is_from
 from shardrules.planning.traced.factors.loops import Loops, OpSignature, whole
 
 ROWS = "rows"
@@ -19,7 +19,8 @@ TABLES = slice(1, 5)
 ROWS_OPERAND = TABLES.stop
 """The operand whose rows are in groups."""
 
-_SOURCE = "megablox/gmm.py"
+_OPERANDS = range(2, 4)
+"""Both sides of the matmul, and for some what results are added to."""
 
 
 def kernel_loops(op: OpSignature) -> Loops | None:
@@ -46,9 +47,20 @@ def kernel_loops(op: OpSignature) -> Loops | None:
 
 def is_grouped(params: Any) -> bool:
     """Whether a Pallas kernel is one of `megablox`, as JAX has them."""
-    source = str(getattr(params["jaxpr"].debug_info, "func_src_info", "")).replace("\\", "/")
     mapping = params["grid_mapping"]
-    return _SOURCE in source and mapping.num_index_operands == 4 and mapping.num_dynamic_grid_bounds == 1
+    if not is_from(params, "megablox/gmm.py") or mapping.num_inputs not in _OPERANDS:
+        return False
+    aliases = dict(params["input_output_aliases"])
+    # Operands are numbered with the tables, without the number of tiles.
+    added = mapping.num_index_operands + 2
+    has_added = mapping.num_inputs > 2
+    is_same = not has_added or mapping.block_mappings[2].array_aval.shape == params["out_avals"][0].shape
+    return (
+        is_same
+        and aliases == ({added: 0} if has_added else {})
+        and (mapping.num_index_operands, mapping.num_outputs) == (4, 1)
+        and mapping.num_dynamic_grid_bounds == 1
+    )
 
 
 def sums_rows(params: Any) -> bool:
