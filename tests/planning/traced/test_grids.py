@@ -152,7 +152,7 @@ STATE = pl.BlockSpec((2, 8), lambda i: (0, 0))
 SCRATCH: dict[str, Any] = {"scratch_shapes": [pltpu.VMEM((2, 8), jnp.bfloat16)]}
 
 
-def declared(*semantics: str) -> dict[str, Any]:
+def declared(*semantics: Any) -> dict[str, Any]:
     return {**SCRATCH, "compiler_params": pltpu.CompilerParams(dimension_semantics=semantics)}
 
 
