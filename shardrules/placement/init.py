@@ -26,7 +26,7 @@ from shardrules.core.context import current_mesh, trace_mesh
 from shardrules.core.jax_state import trace_key, under_trace
 from shardrules.core.keys import is_key
 from shardrules.core.rule import ShardingPlan, ShardingRule
-from shardrules.core.spec import array_bytes, device_dtype
+from shardrules.core.spec import array_bytes, device_dtype, packs_on
 from shardrules.placement.cache import Cache, array_key, static_key
 from shardrules.placement.destination import Destination, resolve_destination
 from shardrules.placement.outline import SEED_SIZE, Outline, outline
@@ -214,7 +214,11 @@ def _prepare(
     pairs = zip(*destination.arrays(), strict=True)
     # Arrays that `make` returns without computing them, numpy constants say, are only placed.
     shardings = [_on_auto_axes(sharding) for value, sharding in pairs if isinstance(value, jax.ShapeDtypeStruct)]
-    total_bytes = sum(array_bytes(struct.shape, struct.dtype) for struct in jax.tree.leaves(shapes))
+    device = next((device for sharding in shardings for device in sharding.device_set), None)
+    total_bytes = sum(
+        array_bytes(struct.shape, struct.dtype, packed=packs_on(device, struct.dtype))
+        for struct in jax.tree.leaves(shapes)
+    )
     # An eighth of the model: large models take eight programs or so, none of which holds back much.
     work = outline(closed, shardings, list(map(_device_ids, shardings)), max(total_bytes // 8, _PROGRAM_BYTES))
     runs = [
