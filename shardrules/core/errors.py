@@ -9,7 +9,7 @@ import itertools
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
-from typing import final
+from typing import Any, final
 
 import attrs
 
@@ -295,6 +295,21 @@ def printable(text: str) -> str:
     if ":" in text or "#" in text:
         text = _COMMANDS.sub(lambda match: match[0][:-1] + f"\\x{ord(match[0][-1]):02x}", text)
     return text if text.isprintable() else _escaped(text, _JOINERS)
+
+
+def shown(value: Any, most: int = 80) -> str:
+    """Returns how a value of any kind looks, for a message: the first characters, or its type if it shows nothing.
+
+    ```python
+    from shardrules.core.errors import shown
+
+    assert (shown("ab"), shown(10**5000)) == ("'ab'", "a value of type int")
+    ```
+    """
+    try:
+        return printable(f"{value!r:.{most}}")
+    except Exception:  # noqa: BLE001  of other people's classes, and of integers beyond 4,300 digits
+        return f"a value of type {type(value).__name__}"
 
 
 def printable_text(text: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import ConfigError, ConfigTypeError, suggest
+from shardrules.core.errors import ConfigError, ConfigTypeError, shown, suggest
 
 _MOST_BYTES = 2**29
 """512 MiB: the plan of a model of a million kinds takes less, and a checkpoint named by mistake takes more. Doubled, a
@@ -17,7 +17,12 @@ small checkpoint is read and fails later, as JSON; halved, nothing that exists i
 def as_path(path: Any, caller: str) -> Path:
     """Returns a string or path as a `Path`; anything else is a `ConfigTypeError`."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise ConfigTypeError(f"{caller}: expected the path of a file, got {path!r:.80}")
+        raise ConfigTypeError(f"{caller}: expected the path of a file, got {shown(path)}")
+    try:
+        if b"\0" in os.fsencode(path):
+            raise ValueError("it has a null character")
+    except ValueError as error:
+        raise ConfigError(f"{caller}: no file can have the name {shown(path)}: {error}") from None
     return Path(path)
 
 
@@ -40,11 +45,6 @@ def read_text(file: Path) -> str:
         ) from error
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
-    except ConfigError:
-        raise
-    except ValueError as error:
-        # No file can have this name.
-        raise ConfigError(f"cannot read {str(file)!r}: {error}") from error
 
 
 def missing_file(file: Path) -> str:

@@ -228,8 +228,10 @@ class _Block:
 
 
 def _with_suffix(path: Path) -> Path:
+    if path.suffix or not path.name:
+        return path
     suffixed = path.with_suffix(".eqx")
-    return suffixed if not path.suffix and (suffixed.is_file() or not path.is_file()) else path
+    return suffixed if os.path.isfile(suffixed) or not os.path.isfile(path) else path
 
 
 def _read_header(file: FileIO, offset: int, size: int, expected: np.dtype | None) -> _Block | str:

@@ -71,7 +71,7 @@ def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
     assert restored["step"] == 7 and restored["key"] == jax.random.key(0)
     ```
     """
-    orbax, folder = import_orbax(path)
+    orbax, folder = import_orbax(path, "save_orbax")
     saving = Saving(f"save_orbax: {folder}", timeout)
 
     def plan() -> list[SavedLeaf]:

@@ -20,7 +20,7 @@ from shardrules.placement.checkpoints.commit import FileLayout, Saving, remove, 
 from shardrules.placement.checkpoints.headers import DTYPES, INDEX
 from shardrules.placement.checkpoints.names import Names
 from shardrules.placement.checkpoints.saved import SavedLeaf, is_unicode, refuse_to_save, saved_leaves
-from shardrules.placement.checkpoints.tensor_file import local_path, open_regular
+from shardrules.placement.checkpoints.tensor_file import local_path, open_regular, title_of
 
 _DTYPE_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
@@ -76,8 +76,7 @@ def save_safetensors(
     assert restored["step"] == 7 and restored["key"] == jax.random.key(0)
     ```
     """
-    target = Path(path)
-    saving = Saving(f"save_safetensors: {target}", timeout)
+    saving = Saving(title_of("save_safetensors", path), timeout)
     plan = saving.plan(lambda: _plan(path, tree, names, max_file_bytes, metadata, saving.title))
     # The first process looks for names: another may not see yet what it removed a moment ago.
     free_generation = plan.free_generation() if process_id() == 0 else None

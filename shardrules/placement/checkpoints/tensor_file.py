@@ -20,7 +20,7 @@ from typing import Any, final
 import attrs
 import numpy as np
 
-from shardrules.core.errors import CheckpointError, printable
+from shardrules.core.errors import CheckpointError, printable, shown
 from shardrules.core.storage.files import as_path
 from shardrules.placement.checkpoints.boxes import (
     BLOCK_BYTES,
@@ -64,6 +64,11 @@ def local_path(path: Any, caller: str) -> Path:
             "save_orbax and load_orbax take addresses; or mount the bucket, and pass a path in it"
         )
     return file
+
+
+def title_of(caller: str, path: Any) -> str:
+    """Returns the caller and the file, for messages; the path may be anything that a user passes."""
+    return f"{caller}: {printable(str(path)) if isinstance(path, str | os.PathLike) else shown(path)}"
 
 
 def open_regular(path: Path) -> FileIO:
