@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import stat
 import tempfile
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +28,28 @@ def as_path(path: Any, caller: str) -> Path:
     return Path(path)
 
 
+def open_regular(path: Path) -> FileIO:
+    """Opens a file to read it; anything else that has its name, such as a pipe, raises an `OSError` at once."""
+    # Opening a pipe would wait for its writer.
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(0, "it is not a regular file", str(path))
+    return FileIO(handle)
+
+
 def read_text(file: Path) -> str:
     """Returns the text of a file. A `ConfigError` says why it cannot be read."""
     try:
         if file.is_dir():
             raise ConfigError(f"{file} is a folder, not a file")
-        size = file.stat().st_size
-        if size > _MOST_BYTES:
-            raise ConfigError(
-                f"{file} has {bytes_text(size)}, too much for a text file (at most {bytes_text(_MOST_BYTES)})"
-            )
-        return file.read_bytes().decode("utf-8-sig")
+        with open_regular(file) as handle:
+            size = os.fstat(handle.fileno()).st_size
+            if size > _MOST_BYTES:
+                raise ConfigError(
+                    f"{file} has {bytes_text(size)}, too much for a text file (at most {bytes_text(_MOST_BYTES)})"
+                )
+            return handle.readall().decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(missing_file(file)) from None
     except UnicodeDecodeError as error:

@@ -28,6 +28,7 @@ import numpy as np
 
 from shardrules.core.errors import CheckpointError, DisagreementError
 from shardrules.core.jax_state import process_count, process_id
+from shardrules.core.storage.files import open_regular
 from shardrules.mesh.processes import exchange
 from shardrules.placement.checkpoints.checksums import (
     SUM_CHARS,
@@ -40,7 +41,6 @@ from shardrules.placement.checkpoints.checksums import (
     unknown_sums,
 )
 from shardrules.placement.checkpoints.saved import SavedLeaf
-from shardrules.placement.checkpoints.tensor_file import open_regular
 from shardrules.placement.checkpoints.tensor_writer import local_parts, read_at, write_at, write_tensor
 
 _PLANS = "what is saved"

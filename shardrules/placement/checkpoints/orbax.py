@@ -22,7 +22,13 @@ from shardrules.core.storage.files import as_path
 from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.placement.checkpoints.commit import replaced_folder
 from shardrules.placement.checkpoints.names import Names, StoredArray, match, refuse
-from shardrules.placement.checkpoints.requested import RequestedLeaf, as_type_of, requested_leaves, with_values
+from shardrules.placement.checkpoints.requested import (
+    RequestedLeaf,
+    as_type_of,
+    check_flags,
+    requested_leaves,
+    with_values,
+)
 from shardrules.placement.destination import resolve_destination
 from shardrules.rules.how import How
 
@@ -79,6 +85,7 @@ def load_orbax(
     assert state["step"] == 7 and state["w"].sharding.spec == P("data", "model")
     ```
     """
+    check_flags("load_orbax", cast=cast)
     orbax, folder = import_orbax(path, "load_orbax")
     destination = resolve_destination(like, how, mesh, caller="load_orbax")
     leaves = requested_leaves(like, destination, "load_orbax")

@@ -14,6 +14,7 @@ from shardrules.core.errors import CheckpointError, ConfigError, ConfigTypeError
 from shardrules.core.fields import read_bytes
 from shardrules.core.finding import Finding
 from shardrules.core.jax_state import process_id
+from shardrules.core.storage.files import open_regular
 from shardrules.core.storage.records import read_json
 from shardrules.core.tree import leaf_paths
 from shardrules.placement.checkpoints.checksums import KEY, blank_text, block_bytes, block_count, is_text, sealed
@@ -21,7 +22,7 @@ from shardrules.placement.checkpoints.commit import FileLayout, Saving, remove, 
 from shardrules.placement.checkpoints.headers import DTYPES, INDEX
 from shardrules.placement.checkpoints.names import Names
 from shardrules.placement.checkpoints.saved import SavedLeaf, is_unicode, refuse_to_save, saved_leaves
-from shardrules.placement.checkpoints.tensor_file import local_path, open_regular, title_of
+from shardrules.placement.checkpoints.tensor_file import local_path, title_of
 
 _DTYPE_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 

@@ -39,3 +39,10 @@ def test_a_file_has_a_name() -> None:
         sr.save_equinox("", TREE)
     with pytest.raises(CheckpointError, match="it is not a regular file"):
         sr.load_equinox("", TREE, P(), sr.create_mesh("data:8"))
+
+
+@pytest.mark.parametrize(("form", "flag"), [(form, flag) for form in LOADERS for flag in ("cast", "verify")][:-1])
+@pytest.mark.parametrize("value", ["no", None, 0])
+def test_flags_are_true_or_false(form: str, flag: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"load_{form}: {flag} must be True or False, got {value!r}"):
+        LOADERS[form]("missing", TREE, P(), sr.create_mesh("data:8"), **{flag: value})
