@@ -218,8 +218,8 @@ class ShardingRule(abc.ABC):
         own_meshes = {mesh_text(rule.mesh): rule.mesh for rule in _nested(self) if rule.mesh is not None}
         for own_mesh in own_meshes.values():
             if mesh is not None and mesh_sizes(mesh) != mesh_sizes(own_mesh):
-                own, passed = shown_mesh(own_mesh), shown_mesh(mesh)
-                message = f"the rule's own mesh ({own}) is used, not the one passed to plan ({passed})"
+                own_text, passed_text = shown_mesh(own_mesh), shown_mesh(mesh)
+                message = f"the rule's own mesh ({own_text}) is used, not the one passed to plan ({passed_text})"
                 rule_findings.append(Finding("warning", "mesh-ignored", message, remedy="Pass the mesh in one place"))
         return ShardingPlan(tree_survey.mesh, verdict.decisions, tree_survey, tuple(rule_findings), self)
 
