@@ -138,7 +138,7 @@ def test_anything_else_is_an_error_with_its_path(value: Any, message: str) -> No
         (np.full(8, 2**63, ">u8"), "beyond those of uint32"),
         ([1e39, np.inf], "beyond those of float32"),
         (np.full(8, 1e39j), "beyond those of complex64"),
-        (np.ma.masked_array(np.ones(8), [1] * 8), "error masked: x: arrays of JAX have no mask"),
+        (np.ma.masked_array(np.ones(8), [True] * 8), "error masked: x: arrays of JAX have no mask"),
     ],
 )
 def test_what_devices_would_not_keep_is_refused(value: Any, message: str) -> None:
