@@ -44,7 +44,7 @@ def _with_moments(findings: Sequence[Finding], state: Sequence[Finding]) -> Iter
     for finding in findings:
         copies = [other for other in rest if _is_copy(other, finding)]
         rest = [other for other in rest if other not in copies]
-        count = sum(copy.count for copy in copies) if finding.path else 0  # what has no path is of no arrays
+        count = sum(copy.count for copy in copies) if _is_about_arrays(finding) else 0
         yield attrs.evolve(finding, count=finding.count + count)
     yield from rest
 
@@ -53,7 +53,13 @@ def _is_copy(other: Finding, finding: Finding) -> bool:
     """Whether a finding is the same about an array of the state that mirrors the other's."""
     if attrs.evolve(other, path=finding.path, count=finding.count) != finding:
         return False
-    return other.path == STATE if not finding.path else f"{other.path}/".endswith(f"/{finding.path}/")
+    if not finding.path:  # of the whole plan, or of a model that is one array
+        return other.path.startswith(STATE) if _is_about_arrays(finding) else other.path == STATE
+    return f"{other.path}/".endswith(f"/{finding.path}/")
+
+
+def _is_about_arrays(finding: Finding) -> bool:
+    return bool(finding.path) or finding.shape is not None
 
 
 def _fault(finding: Finding) -> object:

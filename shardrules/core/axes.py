@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from jax.sharding import AbstractMesh, Mesh
 
-from shardrules.core.errors import AxisTypeError, ConfigError, ConfigTypeError
+from shardrules.core.errors import AxisTypeError, ConfigError, ConfigTypeError, shortened
 
 Axis: TypeAlias = str | tuple[str, ...]
 """One mesh axis, or several that split one dimension together, the first most major."""
@@ -67,6 +67,19 @@ def mesh_sizes(mesh: AnyMesh | None) -> dict[str, int]:
 def mesh_text(mesh: AnyMesh | None) -> str:
     """Returns the shape of `mesh` as text that `mesh_shape` reads, `"data:4,model:2"`."""
     return "no mesh" if mesh is None else ",".join(f"{name}:{size}" for name, size in mesh.shape.items())
+
+
+def shown_mesh(mesh: AnyMesh | None) -> str:
+    """Returns the shape of `mesh` for a message; of many axes the first.
+
+    ```python
+    from shardrules.core.axes import shown_mesh
+
+    assert shown_mesh(sr.mesh_shape("data:4,model:2")) == "data:4,model:2"
+    assert shown_mesh(sr.mesh_shape(",".join(f"a{i}:1" for i in range(99)))).endswith("a19:1,and 79 more")
+    ```
+    """
+    return ",".join(shortened(mesh_text(mesh).split(",")))
 
 
 def mesh_repr(mesh: AnyMesh | None) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import attrs
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
-from shardrules.core.errors import suggest
+from shardrules.core.axes import AnyMesh, mesh_sizes, shown_mesh
+from shardrules.core.errors import shortened, suggest
 from shardrules.core.finding import UNKNOWN_AXIS_REMEDY, Finding, shape_text
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, RuleCall
@@ -101,7 +101,7 @@ def _check_entry(
         yield Finding(
             "error",
             "unknown-axis",
-            f"unknown axis {name!r}{suggest(name, sizes)}; the mesh has {', '.join(sizes) or 'none'}",
+            f"unknown axis {name!r}{suggest(name, sizes)}; the mesh has {', '.join(shortened([*sizes])) or 'none'}",
             path,
             UNKNOWN_AXIS_REMEDY,
             shape,
@@ -192,7 +192,7 @@ def check_leaves(
                 "unused-axis",
                 f"no leaf is split over axis {name!r} of size {size}, so its devices hold {size} copies of everything",
                 remedy=f"Add a rule such as FSDPShardingRule({name!r}), or remove the axis from the mesh "
-                f"({mesh_text(mesh)}) if it is not for data",
+                f"({shown_mesh(mesh)}) if it is not for data",
                 axis=name,
             )
 

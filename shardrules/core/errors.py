@@ -5,11 +5,12 @@ Every error survives pickling between processes: all its arguments are in `args`
 """
 
 import difflib
+import functools
 import itertools
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
-from typing import final
+from typing import Any, final
 
 import attrs
 
@@ -27,9 +28,15 @@ class ShardRulesError(Exception):
 
     def __str__(self) -> str:
         # KeyError would print the repr of its argument: one line of escaped newlines.
-        text = str(self.args[0]) if self.args else ""
-        more = len(text) - _MOST_CHARACTERS
-        return printable_text(text[:_MOST_CHARACTERS] + (f" ... and {more:,} more characters" if more > 0 else ""))
+        return _cut(str(self.args[0]) if self.args else "")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+
+def _cut(text: str) -> str:
+    more = len(text) - _MOST_CHARACTERS
+    return printable_text(text[:_MOST_CHARACTERS] + (f" ... and {more:,} more characters" if more > 0 else ""))
 
 
 def shortened(lines: Sequence[str], most: int = MOST_LISTED) -> list[str]:
@@ -66,7 +73,7 @@ class SpecError(ShardRulesError, ValueError):
 
 
 @final
-@attrs.frozen(str=False)
+@attrs.frozen(str=False, repr=False)
 class RuleError(ShardRulesError, ValueError):
     """A rule cannot decide a leaf: an earlier decision conflicts, or a dimension does not exist.
 
@@ -85,11 +92,11 @@ class RuleError(ShardRulesError, ValueError):
     def __str__(self) -> str:
         rule = f" [{printable(self.rule)}]" if self.rule else ""
         hint = f"\n    -> {printable(self.hint)}" if self.hint else ""
-        return f"{printable(self.path) or 'the tree'} {self.shape}: {printable(self.why)}{rule}{hint}"
+        return _cut(f"{printable(self.path) or 'the tree'} {self.shape}: {printable(self.why)}{rule}{hint}")
 
 
 @final
-@attrs.frozen(str=False)
+@attrs.frozen(str=False, repr=False)
 class PlanError(ShardRulesError, ValueError):
     """A plan with errors. The `message` lists its `findings`."""
 
@@ -200,7 +207,7 @@ class UnavailableTargetError(ShardRulesError, RuntimeError):
 
 
 @final
-@attrs.frozen(str=False)
+@attrs.frozen(str=False, repr=False)
 class DoesNotFitError(ShardRulesError, MemoryError):
     """A program that needs more memory than a device has: `needed_bytes` where the compiler says how much, else 0.
 
@@ -213,7 +220,7 @@ class DoesNotFitError(ShardRulesError, MemoryError):
 
 
 @final
-@attrs.frozen(str=False)
+@attrs.frozen(str=False, repr=False)
 class CompileError(ShardRulesError, RuntimeError):
     """A program at which a compiler fails, for other reasons than its size: the `message` has the compiler's words.
 
@@ -297,6 +304,21 @@ def printable(text: str) -> str:
     return text if text.isprintable() else _escaped(text, _JOINERS)
 
 
+def shown(value: Any, most: int = 80) -> str:
+    """Returns how a value of any kind looks, for a message: the first characters, or its type if it shows nothing.
+
+    ```python
+    from shardrules.core.errors import shown
+
+    assert (shown("ab"), shown(10**5000)) == ("'ab'", "a value of type int")
+    ```
+    """
+    try:
+        return printable(f"{value!r:.{most}}")
+    except Exception:  # noqa: BLE001  of other people's classes, and of integers beyond 4,300 digits
+        return f"a value of type {type(value).__name__}"
+
+
 def printable_text(text: str) -> str:
     """Returns text whose names have been made `printable`, with what may have been missed escaped, except newlines."""
     return text if text.isprintable() else _escaped(text, f"{_JOINERS}\n\t")
@@ -322,5 +344,11 @@ def suggest(name: str, candidates: Iterable[str]) -> str:
     assert suggest("modle", ["data", "model"]) == " (did you mean 'model'?)"
     ```
     """
-    near = difflib.get_close_matches(name, list(itertools.islice(candidates, _MOST_COMPARED)), n=1)
+    return _suggested(name, tuple(itertools.islice(candidates, _MOST_COMPARED)))
+
+
+@functools.lru_cache(16)
+def _suggested(name: str, candidates: tuple[str, ...]) -> str:
+    # Kept, since all leaves of a tree may have the same wrong name.
+    near = difflib.get_close_matches(name, candidates, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

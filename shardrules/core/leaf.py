@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, final
 import attrs
 from jax.sharding import PartitionSpec
 
-from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, mesh_sizes, mesh_text
+from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, mesh_sizes, shown_mesh
 from shardrules.core.errors import NoMeshError, RuleError, printable, suggest
 from shardrules.core.finding import UNKNOWN_AXIS_REMEDY, Finding, shape_text
 from shardrules.core.spec import (
@@ -219,7 +219,7 @@ class Leaf:
         sizes = self.sizes
         for name in axis_tuple(axis):
             if name not in sizes:
-                why = f"unknown axis {name!r}{suggest(name, sizes)}; the mesh has {mesh_text(self.mesh)}"
+                why = f"unknown axis {name!r}{suggest(name, sizes)}; the mesh has {shown_mesh(self.mesh)}"
                 raise attrs.evolve(self.error(None, why, UNKNOWN_AXIS_REMEDY, axis=name), code="unknown-axis")
         return math.prod(sizes[name] for name in axis_tuple(axis))
 

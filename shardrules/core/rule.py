@@ -23,7 +23,7 @@ import attrs
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text
+from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text, shown_mesh
 from shardrules.core.check import ambiguous_paths, check_leaves, idle_patterns, over_budget, with_templates
 from shardrules.core.context import current_mesh
 from shardrules.core.counterparts.bind import bind_decisions, same_arrays
@@ -216,9 +216,10 @@ class ShardingRule(abc.ABC):
             rule_findings += over_budget(budgets, leaves, verdict.decisions)
         # Equal meshes of several rules are reported once.
         own_meshes = {mesh_text(rule.mesh): rule.mesh for rule in _nested(self) if rule.mesh is not None}
-        for text, own_mesh in own_meshes.items():
+        for own_mesh in own_meshes.values():
             if mesh is not None and mesh_sizes(mesh) != mesh_sizes(own_mesh):
-                message = f"the rule's own mesh ({text}) is used, not the one passed to plan ({mesh_text(mesh)})"
+                own_text, passed_text = shown_mesh(own_mesh), shown_mesh(mesh)
+                message = f"the rule's own mesh ({own_text}) is used, not the one passed to plan ({passed_text})"
                 rule_findings.append(Finding("warning", "mesh-ignored", message, remedy="Pass the mesh in one place"))
         return ShardingPlan(tree_survey.mesh, verdict.decisions, tree_survey, tuple(rule_findings), self)
 
@@ -866,7 +867,7 @@ class ShardingPlan:
         errors = [finding for finding in self.findings if finding.severity == "error"]
         if errors:
             count_text = f"{len(errors)} error{'s' * (len(errors) > 1)}"
-            raise plan_error(f"the plan has {count_text} (mesh {mesh_text(self.mesh)})", errors)
+            raise plan_error(f"the plan has {count_text} (mesh {shown_mesh(self.mesh)})", errors)
         return self
 
     def memory(self) -> Totals:
@@ -890,7 +891,7 @@ class ShardingPlan:
 
         **Returns:**
 
-        A string, with one block of lines for each matching kind.
+        A string, with one block of lines for each matching kind; of many the first.
 
         **Raises:**
 
@@ -903,9 +904,11 @@ class ShardingPlan:
             decide(self.rule, leaves)
         blocks = (
             explain_kind(leaves, kind_index, kind_path, self.decisions[kind_index], sizes, decide)
-            for kind_index, kind_path in matches.items()
+            for kind_index, kind_path in itertools.islice(matches.items(), MOST_ROWS)
         )
-        return "\n\n".join("\n".join(lines) for lines in blocks)
+        more = len(matches) - MOST_ROWS
+        end = [f"and {more:,} more kinds: pass the path of one, or a narrower pattern"] if more > 0 else []
+        return "\n\n".join([*map("\n".join, blocks), *end])
 
     def blocks(self, path: str) -> Blocks:
         """Returns which device holds which block of the leaf at `path`. Notebooks draw it, and `.picture()` does.

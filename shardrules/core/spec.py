@@ -152,10 +152,14 @@ def device_dtype(dtype: Any) -> Any:
 
 def packs(mesh: AnyMesh | None, dtype: Any) -> bool:
     """Whether elements of fewer than 8 bits share bytes on the devices of a mesh; of one without devices they do."""
+    return packs_on(mesh.devices.flat[0] if isinstance(mesh, Mesh) and mesh.devices.size else None, dtype)
+
+
+def packs_on(device: Any, dtype: Any) -> bool:
+    """Whether elements of fewer than 8 bits share bytes on a device, which may be `None`."""
     if jnp.issubdtype(dtype, jax.dtypes.extended) or jax.dtypes.itemsize_bits(np.dtype(dtype)) >= 8:
         return True
-    is_cpu = isinstance(mesh, Mesh) and mesh.devices.size and getattr(mesh.devices.flat[0], "platform", "") == "cpu"
-    return not is_cpu or _cpu_packs()
+    return getattr(device, "platform", "") != "cpu" or _cpu_packs()
 
 
 @functools.cache
@@ -166,7 +170,7 @@ def _cpu_packs() -> bool:
     return array.on_device_size_in_bytes() < array.size
 
 
-def array_bytes(shape: tuple[int, ...], dtype: Any, *, packed: bool = True) -> int:
+def array_bytes(shape: tuple[int, ...], dtype: Any, *, packed: bool) -> int:
     """Returns the bytes that XLA gives an array; 64-bit types follow JAX's x64 mode.
 
     Elements of fewer than 8 bits are `packed`, as on TPUs and GPUs, or take a byte each, as JAX 0.10 has them on CPUs.

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardrules.core.axes import AnyMesh, check_mesh, mesh_text
+from shardrules.core.axes import AnyMesh, check_mesh, shown_mesh
 from shardrules.core.context import get_incontext_mesh
 from shardrules.core.errors import AxisTypeError, UnboundAxisError, UnknownAxisError, suggest
 
@@ -30,7 +30,7 @@ def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: AnyMesh | None 
 
 def unknown_axis(name: str, mesh: AnyMesh) -> UnknownAxisError:
     """Returns the error about an axis that a mesh does not have."""
-    return UnknownAxisError(f"unknown axis {name!r}{suggest(name, mesh.axis_names)}; the mesh is {mesh_text(mesh)}")
+    return UnknownAxisError(f"unknown axis {name!r}{suggest(name, mesh.axis_names)}; the mesh is {shown_mesh(mesh)}")
 
 
 def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType
 
-from shardrules.core.errors import MeshError
+from shardrules.core.errors import MeshError, shown
 from shardrules.core.fields import LARGEST_INTEGER, whole_number
 
 
@@ -39,7 +39,7 @@ def mesh_shape(text: str) -> AbstractMesh:
 def read_axes(text: str, *, least: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Returns the names and the sizes in `"data:4,model:-1"`; `least` is -1 where sizes may be left open, else 1."""
     if not isinstance(text, str):
-        raise MeshError(f"a mesh shape must be a string such as 'data:64,model:16', got {text!r}")
+        raise MeshError(f"a mesh shape must be a string such as 'data:64,model:16', got {shown(text)}")
     pairs = [pair.strip().rpartition(":") for pair in text.split(",")] if text.strip() else []
     problems = [
         f"{':'.join(part for part in (name, size) if part)!r:.80} is not name:size with a size of 1 or more"
@@ -68,11 +68,11 @@ def integers(values: Any, argument: str) -> tuple[int, ...]:
     """Returns a sequence of integers as a tuple of `int`; `argument` is its name for the error."""
     # These can be iterated, but the order of a set is not the user's, and a string is not a list of numbers.
     if isinstance(values, str | set | frozenset):
-        raise MeshError(f"{argument} must be a tuple of integers, got {values!r}")
+        raise MeshError(f"{argument} must be a tuple of integers, got {shown(values)}")
     try:
         sizes = tuple(operator.index(value) for value in values)
     except TypeError:
-        raise MeshError(f"{argument} must be a tuple of integers, got {values!r}") from None
+        raise MeshError(f"{argument} must be a tuple of integers, got {shown(values)}") from None
     if any(abs(size) > LARGEST_INTEGER for size in sizes):
         raise MeshError(f"{argument} must be integers of 64 bits")
     return sizes

@@ -35,6 +35,7 @@ from shardrules.core.errors import (
     TreeError,
 )
 from shardrules.core.finding import Finding, listing, merged
+from shardrules.core.jax_state import device_put, jit
 from shardrules.core.spec import UNCONSTRAINED, Entries, Entry, entries, make_spec, spec_repr
 from shardrules.core.tree import array_kind, leaf_paths, spread
 from shardrules.moves.bits import buffers_of
@@ -353,7 +354,7 @@ def reshard_with_intermediate_sharding_generic(
                     f"{new.sharding}"
                 )
         return [
-            jax.device_put(new, new.sharding, may_alias=False)
+            device_put(new, new.sharding, may_alias=False)
             if any(name in needed_buffers for name in buffers_of(new))
             else new
             for new in moved
@@ -477,10 +478,10 @@ def _gather(values: Sequence[jax.Array], intermediates: Sequence[_Intermediate])
     nonempty = [(array, sharding) for array, sharding in pairs if array.size]
     # Otherwise a mesh that is in force would count as the mesh of this program.
     with jax.set_mesh(mesh):
-        program = jax.jit(_identity, out_shardings=[sharding for _, sharding in nonempty])
+        program = jit(_identity, out_shardings=[sharding for _, sharding in nonempty])
         results = iter(program([array for array, _ in nonempty]))
     # JAX 0.10 compiles empty arrays into shards of wrong shapes.
-    gathered = [next(results) if array.size else jax.device_put(array, sharding) for array, sharding in pairs]
+    gathered = [next(results) if array.size else device_put(array, sharding) for array, sharding in pairs]
     # Programs with collectives that queue up can starve each other of threads.
     jax.block_until_ready(gathered)
     for axis in intermediates[0].replica_axes:

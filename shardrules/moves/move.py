@@ -15,7 +15,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from shardrules.core.axes import AnyMesh
 from shardrules.core.boxes import share_variables
 from shardrules.core.errors import DisagreementError, MeshError
-from shardrules.core.jax_state import process_count, process_id, under_trace
+from shardrules.core.jax_state import device_put, process_count, process_id, under_trace
 from shardrules.core.keys import is_key
 from shardrules.mesh.processes import exchange
 from shardrules.moves.assemble import Recipe, assemble, make_recipe, moves_in_memory, release_freed_memory
@@ -186,7 +186,7 @@ def _move_by_pieces(
     if host_memory(source) is not None:
         arrays = [
             {
-                device: jax.device_put(shard, SingleDeviceSharding(device, memory_kind=_default_memory(device)))
+                device: device_put(shard, SingleDeviceSharding(device, memory_kind=_default_memory(device)))
                 for device, shard in shards.items()
             }
             for shards in arrays
@@ -194,7 +194,7 @@ def _move_by_pieces(
     if host_memory(target) is None:
         return mover(arrays, dtype, target)
     on_devices = target.with_memory_kind(_default_memory(next(iter(mover.schedule.target))))
-    return jax.device_put(mover(arrays, dtype, on_devices), target)
+    return device_put(mover(arrays, dtype, on_devices), target)
 
 
 def _default_memory(device: Device) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from shardrules.core.jax_state import device_put, jit, shard_map
 from shardrules.moves.rounds import Round, piece_bytes, rounds
 from shardrules.moves.schedule import Box, Device, Piece, Schedule
 
@@ -106,7 +107,7 @@ class Mover:
         if not self.schedule.pieces:
             devices = _local(self.schedule.target)
             empty = [np.zeros(self.schedule.new_shape, dtype)] * len(devices)
-            placed = jax.device_put(empty, [SingleDeviceSharding(device) for device in devices])
+            placed = device_put(empty, [SingleDeviceSharding(device) for device in devices])
             return [dict(zip(devices, placed, strict=True)) for _ in old]
         # What is relayed has to arrive before it can be passed on.
         for relayed, holders in ((False, old), (True, new)):
@@ -193,7 +194,7 @@ def _place_rows(rows: np.ndarray, devices: tuple[Device, ...]) -> Any:
         return None
     process = jax.process_index()
     local = {device: rows[row : row + 1] for row, device in enumerate(devices) if device.process_index == process}
-    placed = jax.device_put(list(local.values()), [SingleDeviceSharding(device) for device in local])
+    placed = device_put(list(local.values()), [SingleDeviceSharding(device) for device in local])
     return _stack(dict(zip(local, placed, strict=True)), devices, rows.dtype, (1, *rows.shape[1:]))
 
 
@@ -231,18 +232,18 @@ def _blank_stacks(devices: tuple[Device, ...], shape: tuple[int, ...], dtype: An
 # ---- programs ----
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jit, static_argnums=(0, 1, 2, 3))
 def _zeros(shape: tuple[int, ...], dtype: Any, count: int, sharding: NamedSharding) -> list[jax.Array]:
     return [lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding) for _ in range(count)]
 
 
-@functools.partial(jax.jit, static_argnames=("line", "shape"))
+@functools.partial(jit, static_argnames=("line", "shape"))
 def _cut(stacks: list[jax.Array], starts: jax.Array, *, line: Mesh, shape: tuple[int, ...]) -> jax.Array:
     def on_each(parts: list[jax.Array], starts: jax.Array) -> jax.Array:
         pieces = [lax.dynamic_slice(_to_bits(part, line), starts[0], shape) for part in parts]
         return _from_bits(jnp.stack(pieces), parts[0].dtype)
 
-    return jax.shard_map(on_each, mesh=line, in_specs=_PART, out_specs=_PART, check_vma=False)(stacks, starts)
+    return shard_map(on_each, mesh=line, in_specs=_PART, out_specs=_PART, check_vma=False)(stacks, starts)
 
 
 def _to_bits(x: jax.Array, line: Mesh) -> jax.Array:
@@ -259,7 +260,7 @@ def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("line",), donate_argnums=0)
+@functools.partial(jit, static_argnames=("line",), donate_argnums=0)
 def _join(stacks: list[jax.Array], pieces: jax.Array, starts: jax.Array, *, line: Mesh) -> list[jax.Array]:
     def on_each(parts: list[jax.Array], pieces: jax.Array, starts: jax.Array) -> list[jax.Array]:
         # Bits first: since JAX 0.12 even indexing an array of small floats goes through larger ones.
@@ -269,16 +270,16 @@ def _join(stacks: list[jax.Array], pieces: jax.Array, starts: jax.Array, *, line
             for index, part in enumerate(parts)
         ]
 
-    run = jax.shard_map(on_each, mesh=line, in_specs=_PART, out_specs=_PART, check_vma=False)
+    run = shard_map(on_each, mesh=line, in_specs=_PART, out_specs=_PART, check_vma=False)
     return run(stacks, pieces, starts)
 
 
-@functools.partial(jax.jit, static_argnames=("line", "pairs"))
+@functools.partial(jit, static_argnames=("line", "pairs"))
 def _permute(stacks: list[jax.Array], *, line: Mesh, pairs: tuple[tuple[int, int], ...]) -> list[jax.Array]:
     def on_each(parts: list[jax.Array]) -> list[jax.Array]:
         return [_from_bits(lax.ppermute(_to_bits(part, line), "part", pairs), part.dtype) for part in parts]
 
-    return jax.shard_map(on_each, mesh=line, in_specs=(_PART,), out_specs=_PART, check_vma=False)(stacks)
+    return shard_map(on_each, mesh=line, in_specs=(_PART,), out_specs=_PART, check_vma=False)(stacks)
 
 
 # ---- from device to device ----
@@ -292,7 +293,7 @@ def _send(arrays: Sequence[Shards], pieces: Sequence[Piece], shape: tuple[int, .
     if local:
         data = [shards[piece.sender] for shards in arrays for piece in local]
         shardings = [SingleDeviceSharding(piece.receiver) for piece in local] * len(arrays)
-        copies = iter(jax.device_put(data, shardings, may_alias=False))
+        copies = iter(device_put(data, shardings, may_alias=False))
         for received in result:
             received.update({piece.receiver: next(copies) for piece in local})
     far = [piece for piece in pieces if piece.sender.process_index != piece.receiver.process_index]
@@ -322,7 +323,7 @@ def _exchange(
         operands = {
             device: shards[device]
             if device in senders
-            else jax.device_put(np.zeros(shape, dtype), SingleDeviceSharding(device))
+            else device_put(np.zeros(shape, dtype), SingleDeviceSharding(device))
             for device in _local(devices)
         }
         if not shape:
@@ -345,4 +346,4 @@ def _exchange(
 
 def _reshape_scalar(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A single element in another shape, without a program, which would read the mesh in force: that is another."""
-    return jax.device_put(np.asarray(value).reshape(shape), value.sharding)
+    return device_put(np.asarray(value).reshape(shape), value.sharding)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, Sharding
 from shardrules.core.axes import mesh_text
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import common_path, shape_text, template
-from shardrules.core.spec import array_bytes, spec_repr
+from shardrules.core.spec import array_bytes, packs_on, spec_repr
 from shardrules.core.views.table import MOST_ROWS, aligned
 from shardrules.drawing.blocks import ranges
 from shardrules.moves.assemble import moves_in_memory
@@ -64,8 +64,9 @@ class LeafMove:
         """Returns the bytes that each device receives; devices that receive nothing are left out."""
         if self.schedule is not None:
             return self.schedule.sums.received
-        shard_bytes = array_bytes(self.target.shard_shape(self.shape), self.dtype)
-        return dict.fromkeys(self.target.devices_indices_map(self.shape), shard_bytes)
+        devices = list(self.target.devices_indices_map(self.shape))
+        packed = packs_on(devices[0], self.dtype)
+        return dict.fromkeys(devices, array_bytes(self.target.shard_shape(self.shape), self.dtype, packed=packed))
 
     def old_bytes(self) -> dict[int, int]:
         """Returns the bytes of the array on each device before the move, by the device's id."""

@@ -14,6 +14,8 @@ import attrs
 import jax
 from jax.sharding import Sharding
 
+from shardrules.core.spec import packs_on
+
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """Where a part of an array begins and ends, in each dimension."""
 
@@ -81,9 +83,14 @@ class Sums:
     """The largest new shard."""
 
 
-def _part_bytes(box: Box, dtype: Any) -> int:
+def _part_bytes(box: Box, dtype: Any, packed: bool) -> int:
     # Not `array_bytes`: a 64-bit array keeps its width when JAX's x64 mode is off again.
-    return -(-math.prod(box_shape(box)) * jax.dtypes.itemsize_bits(dtype) // 8)
+    bits = jax.dtypes.itemsize_bits(dtype)
+    return -(-math.prod(box_shape(box)) * (bits if packed else max(bits, 8)) // 8)
+
+
+def _packs(devices: Iterable[Device], dtype: Any) -> bool:
+    return packs_on(next(iter(devices), None), dtype)
 
 
 def _sum_pieces(schedule: "Schedule") -> Sums:
@@ -129,7 +136,7 @@ class Schedule:
 
     def box_bytes(self, box: Box) -> int:
         """Returns the bytes of a part of the array."""
-        return _part_bytes(box, self.dtype)
+        return _part_bytes(box, self.dtype, _packs(self.target, self.dtype))
 
     @property
     def old_shape(self) -> tuple[int, ...]:
@@ -176,7 +183,7 @@ def make_schedule(
         receivers.setdefault(box, []).append(device)
     # The intervals of old boxes, along each dimension.
     cuts = [sorted({box[dim] for box in holders}) for dim in range(len(shape))]
-    names = networks((*source, *target))
+    names, packed = networks((*source, *target)), _packs(target, dtype)
     load: dict[Device, int] = {}
     pieces: list[Piece] = []
     lost: list[Box] = []
@@ -185,7 +192,7 @@ def make_schedule(
             if not holders[old_box]:
                 lost.append(part)
                 continue
-            pieces += _deliver(part, holders[old_box], devices, _part_bytes(part, dtype), names, load)
+            pieces += _deliver(part, holders[old_box], devices, _part_bytes(part, dtype, packed), names, load)
     return Schedule(shape, dtype, living, target, tuple(pieces), tuple(dict.fromkeys(lost)))
 
 

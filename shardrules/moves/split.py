@@ -18,7 +18,15 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardrules.core.axes import mesh_text
-from shardrules.core.errors import ConfigTypeError, MeshError, ShardRulesError, TreeError, UnknownAxisError, suggest
+from shardrules.core.errors import (
+    ConfigTypeError,
+    MeshError,
+    ShardRulesError,
+    TreeError,
+    UnknownAxisError,
+    shown,
+    suggest,
+)
 from shardrules.core.finding import Finding, listing, merged, shape_text
 from shardrules.core.spec import entries, same, spec_repr
 from shardrules.core.tree import array_kind, leaf_paths
@@ -203,7 +211,7 @@ def _bounds(sections: Any, size: int | None) -> tuple[tuple[int, ...], str]:
     inner = [_integer(index) for index in sections] if is_list and not isinstance(sections, str | bytes) else [None]
     cuts = tuple(index for index in inner if index is not None)
     if len(cuts) < len(inner):
-        return (), f"indices_or_sections must be None, a number or a list of numbers; got {sections!r:.80}"
+        return (), f"mesh_axis_indices_or_sections must be None, a number or a list of numbers; got {shown(sections)}"
     bounds = (0, *cuts) if size is None else (0, *cuts, size)
     if any(start >= stop for start, stop in itertools.pairwise(bounds)):
         end = "" if size is None else f" and below {size}, the size of the axis"

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from shardrules.core.jax_state import jit, shard_map
 from shardrules.pipelines.leaves import Arrays, is_float
 from shardrules.pipelines.run import Operands, Pipeline, StageRun, State
 from shardrules.pipelines.schedule import PipelineSchedule
@@ -136,7 +137,7 @@ class Stages:
         everywhere = PartitionSpec((pipeline.axis, *self.batch))
         gradients = self._specs(of_rows=self._rows_spec) if has_gradients else None
         value = PartitionSpec() if self._turns_inside else self._rows_spec
-        mapped = jax.shard_map(
+        mapped = shard_map(
             on_stage,
             mesh=self.mesh,
             axis_names={pipeline.axis, *self.batch},
@@ -145,7 +146,7 @@ class Stages:
             check_vma=False,
         )
         # Over some axes of a mesh, JAX maps inside of jit only.
-        return jax.jit(mapped)(jnp.arange(pipeline.stages, dtype=jnp.int32), operands, kept)
+        return jit(mapped)(jnp.arange(pipeline.stages, dtype=jnp.int32), operands, kept)
 
     def _row_spec(self, axis: str | None) -> PartitionSpec:
         """The spec of arrays [microbatches, examples, ...]."""

@@ -12,6 +12,7 @@ from shardrules.core.axes import AnyMesh, check_mesh
 from shardrules.core.boxes import refuse_cycles, share_variables, shared_leaves
 from shardrules.core.context import get_incontext_mesh
 from shardrules.core.errors import ConfigTypeError, MeshError
+from shardrules.core.jax_state import jit
 from shardrules.placement.send import on_some_processes, send
 from shardrules.placement.shard import filter_shard
 
@@ -63,7 +64,7 @@ def _replicated(arrays: list[jax.Array]) -> list[jax.Array]:
     result = list(arrays)
     for mesh, indices in groups.items():
         whole = NamedSharding(mesh, PartitionSpec())
-        moved = jax.jit(lambda group: group, out_shardings=whole)([arrays[index] for index in indices])
+        moved = jit(lambda group: group, out_shardings=whole)([arrays[index] for index in indices])
         for index, array in zip(indices, moved, strict=True):
             result[index] = array
     return result

@@ -23,10 +23,10 @@ from shardrules.core.boxes import (
 )
 from shardrules.core.callables import update_wrapper
 from shardrules.core.context import current_mesh, trace_mesh
-from shardrules.core.jax_state import trace_key, under_trace
+from shardrules.core.jax_state import device_put, jit, trace_key, under_trace
 from shardrules.core.keys import is_key
 from shardrules.core.rule import ShardingPlan, ShardingRule
-from shardrules.core.spec import array_bytes, device_dtype
+from shardrules.core.spec import array_bytes, device_dtype, packs_on
 from shardrules.placement.cache import Cache, array_key, static_key
 from shardrules.placement.destination import Destination, resolve_destination
 from shardrules.placement.outline import SEED_SIZE, Outline, outline
@@ -152,7 +152,7 @@ def _on_auto_axes(sharding: Sharding) -> Sharding:
 def _array_on_auto_axes(leaf: Any) -> Any:
     """Returns the same array on a mesh of Auto axes; nothing is moved."""
     if isinstance(leaf, jax.Array) and _on_auto_axes(leaf.sharding) != leaf.sharding:
-        return jax.device_put(leaf, _on_auto_axes(leaf.sharding))
+        return device_put(leaf, _on_auto_axes(leaf.sharding))
     return leaf
 
 
@@ -214,11 +214,15 @@ def _prepare(
     pairs = zip(*destination.arrays(), strict=True)
     # Arrays that `make` returns without computing them, numpy constants say, are only placed.
     shardings = [_on_auto_axes(sharding) for value, sharding in pairs if isinstance(value, jax.ShapeDtypeStruct)]
-    total_bytes = sum(array_bytes(struct.shape, struct.dtype) for struct in jax.tree.leaves(shapes))
+    device = next((device for sharding in shardings for device in sharding.device_set), None)
+    total_bytes = sum(
+        array_bytes(struct.shape, struct.dtype, packed=packs_on(device, struct.dtype))
+        for struct in jax.tree.leaves(shapes)
+    )
     # An eighth of the model: large models take eight programs or so, none of which holds back much.
     work = outline(closed, shardings, list(map(_device_ids, shardings)), max(total_bytes // 8, _PROGRAM_BYTES))
     runs = [
-        (jax.jit(program.run, out_shardings=results), _whole(results[0]))
+        (jit(program.run, out_shardings=results), _whole(results[0]))
         for program in work.programs
         for results in [[shardings[index] for index in program.calls[0].outputs]]
     ]
@@ -302,7 +306,7 @@ def _placed_as(old: Any, new: Any) -> Any:
 
 def _copied(value: Any) -> Any:
     """An argument that is returned as it is becomes a new array, as with `jax.jit`: the caller may donate either."""
-    return jax.device_put(value, value.sharding, may_alias=False) if isinstance(value, jax.Array) else value
+    return device_put(value, value.sharding, may_alias=False) if isinstance(value, jax.Array) else value
 
 
 def _is_on(value: Any, whole: Sharding) -> bool:

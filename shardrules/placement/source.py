@@ -32,7 +32,8 @@ class ArraySource:
     **Arguments:**
 
     - `shape`, `dtype`: of the whole array.
-    - `read`: a function from a tuple of slices, one for each dimension, to that part as a numpy array of this dtype.
+    - `read`: a function from a tuple of slices, one for each dimension, to that part as a numpy array of this dtype. It
+        must not fill that array again: on CPUs the placed array may have the same memory.
     - `read_together`: a function from several such tuples to groups of parts, each with the position of its slices, for
         a source that reads parts together in less time. Each group is placed before the next is read.
 

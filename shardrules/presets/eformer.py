@@ -20,6 +20,7 @@ from shardrules.core.errors import (
     SpecError,
     UnknownAxisError,
     printable,
+    shown,
     suggest,
 )
 from shardrules.core.patterns import compile_pattern, guarded
@@ -214,6 +215,8 @@ def create_pattern_based_partition_spec(
     """
     del mesh
     caller = "create_pattern_based_partition_spec"
+    if not isinstance(pattern, str):
+        raise ConfigTypeError(f"{caller}: the pattern must be text, got {shown(pattern)}")
     compiled: list[tuple[re.Pattern[str], PartitionSpec]] = []
     for rule in pattern.split(","):
         patterns, arrow, dims = rule.strip().partition("->")

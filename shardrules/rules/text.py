@@ -149,9 +149,12 @@ def parse_call(node: ast.expr, text: str) -> tuple[str, list[Any], dict[str, Any
         raise ConfigError(
             f"rule text {text!r:.200}: the arguments of {node.func.id} must be literals (strings, numbers, tuples ...)"
         ) from error
+    keywords = [keyword.arg for keyword in node.keywords]
     # `**mapping` is a keyword without a name.
-    if len(named) < len(node.keywords):
+    if None in keywords:
         raise ConfigError(f"rule text {text!r:.200}: the arguments of {node.func.id} must be literals, not **mappings")
+    if repeated := [name for name in named if keywords.count(name) > 1]:
+        raise ConfigError(f"rule text {text!r:.200}: {node.func.id} gets {repeated[0]} more than once")
     return node.func.id, args, named
 
 

@@ -64,3 +64,14 @@ def test_what_a_state_repeats_is_said_once(code: str) -> None:
     other = attrs.evolve(finding, path="optimizer/0/mu/v")
     assert faults([finding], [copy]) == (attrs.evolve(finding, count=2 if path else 1),)
     assert faults([finding], [other]) == (finding, other)
+
+
+def test_moments_of_a_model_that_is_one_array_count_with_it() -> None:
+    weight = shape(6)
+    plan = sr.DimShardingRule("model", 0).plan(weight, MESH)
+    state = sr.MirrorShardingRule(plan).plan(jax.eval_shape(optax.adam(1e-3).init, weight), MESH).findings
+    moments = [attrs.evolve(finding, path=f"optimizer/{finding.path}") for finding in state if finding.path]
+    assert [(fault.code, fault.count) for fault in faults(plan.findings, moments)] == [
+        ("indivisible", 3),
+        ("unused-axis", 1),
+    ]

@@ -59,6 +59,9 @@ def test_errors_list_the_first_of_many_faults_and_how_many_more_there_are() -> N
         plan.check()
     assert len(caught.value.findings) == 2_000
     assert len(str(caught.value)) < 10_000
+    assert repr(caught.value) == f"PlanError({str(caught.value)!r})"
+    assert len(repr(sr.errors.TreeError("x" * 10**6))) < 30_000
+    assert len(str(sr.errors.RuleError("x" * 10**6, "w", (8,), "why"))) < 30_000
     sound = rule.plan({"w": jax.ShapeDtypeStruct((8, 8), np.float32)}, mesh)
     with pytest.raises(sr.errors.TreeError, match=r"\nand 1,981 more$"):
         sound.bind(tree)

@@ -695,3 +695,18 @@ def test_rules_that_cannot_decide_are_listed_at_once() -> None:
     assert "layers/*/b (8,) x3: Cannot shard_dim(data, 1)" in str(caught.value)
     assert "s (): Cannot shard_dim(data, 1)" in str(caught.value)
     assert "-> Apply the rule to fewer leaves with RegexShardingRule" in str(caught.value)
+
+
+def test_what_a_large_plan_shows_is_bounded() -> None:
+    names = [f"{index:x}".translate(str.maketrans("0123456789", "ghijklmnop")) for index in range(3_000)]
+    tree = {f"{name}z": f32(4, index + 1) for index, name in enumerate(names)}
+    plan = sr.DimShardingRule("data", 0).plan(tree, SMALL)
+    assert plan.explain(".").endswith("\n\nand 2,600 more kinds: pass the path of one, or a narrower pattern")
+    assert len(plan.explain(".")) < 100_000
+    page = plan._repr_html_()
+    assert "2,000 smaller arrays: 7.6 MiB per device" in page
+    assert "what 3,000 arrays take" in page
+    assert len(page) < 500_000
+    many = sr.mesh_shape(",".join(f"a{index}:2" for index in range(2_000)))
+    assert len(str(sr.DimShardingRule("nope", 0).plan(tree, many))) < 70_000
+    assert "unknown axis 'nope'; the mesh has a0, " in str(sr.DimShardingRule("nope", 0).plan(tree, many).findings[0])

@@ -59,6 +59,7 @@ VALUES = {
     "64 bits": str(2**63 - 1),
     "4000 digits": HUGE[:4000],
     "5000 digits": HUGE,
+    "text of 5000 digits": f'"{HUGE}"',
     "exponent": "1e999",
     "NaN": "NaN",
     "Infinity": "Infinity",

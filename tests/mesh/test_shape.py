@@ -49,6 +49,8 @@ def test_an_invalid_shape_raises(text: str, match: str) -> None:
 
 
 def test_a_shape_must_be_a_string() -> None:
+    with pytest.raises(sr.errors.MeshError, match=r"a mesh shape must be a string .* got a value of type dict"):
+        sr.mesh_shape({"data": 10**5000})  # pyright: ignore[reportArgumentType]
     with pytest.raises(sr.errors.MeshError, match="a mesh shape must be a string such as 'data:64,model:16', got 8"):
         sr.mesh_shape(8)  # pyright: ignore[reportArgumentType]
 

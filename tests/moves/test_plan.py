@@ -51,6 +51,19 @@ def non_zero(amounts: dict[int, int]) -> dict[int, int]:
 # ---- bytes ----
 
 
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4, jnp.int2, jnp.float4_e2m1fn])
+@pytest.mark.parametrize("start", [ROWS, None])
+def test_small_dtypes_count_as_the_devices_hold_them(start: Sharding | None, dtype: Any) -> None:
+    values = np.zeros((8, 6), dtype)
+    plan = sr.plan_reshard(values if start is None else jax.device_put(values, start), NamedSharding(LINE, P()))
+    (move,) = plan.moves
+    placed = jax.device_put(values, NamedSharding(LINE, P()))
+    sizes = {shard.device.id: shard.data.on_device_size_in_bytes() for shard in placed.addressable_shards}
+    assert move.new_bytes() == sizes
+    kept = 0 if start is None else jax.device_put(values, start).addressable_shards[0].data.on_device_size_in_bytes()
+    assert {device.id: amount + kept for device, amount in move.received_bytes().items()} == sizes
+
+
 @settings(max_examples=200)
 @given(cases(WHOLE_BYTES))
 def test_moved_bytes_are_the_elements_that_a_device_lacked(case: Case) -> None:

@@ -135,7 +135,7 @@ def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
     for depth in (4, 16):
         init = sr.filter_init(functools.partial(Stack, depth), RULE, MESH)
         calls.clear()
-        monkeypatch.setattr(jax, "jit", counting)
+        monkeypatch.setattr("shardrules.placement.init.jit", counting)
         init(jax.random.key(0))
         monkeypatch.undo()
         assert calls == [depth]
@@ -237,7 +237,7 @@ def test_large_inputs_are_not_copied_to_every_device(monkeypatch: pytest.MonkeyP
 
     for value in (table, jnp.asarray(table), jax.device_put(table, jax.devices()[3])):
         init = sr.filter_init(lambda p: 2 * p, P("data"), MESH)
-        monkeypatch.setattr(jax, "jit", watching)
+        monkeypatch.setattr("shardrules.placement.init.jit", watching)
         tree = init(value)
         monkeypatch.undo()
         np.testing.assert_array_equal(tree, 2 * table)

@@ -300,7 +300,7 @@ def test_no_device_holds_much_more_than_its_shards(monkeypatch: pytest.MonkeyPat
 
         return call
 
-    monkeypatch.setattr(jax, "jit", measured)
+    monkeypatch.setattr("shardrules.placement.init.jit", measured)
     for mesh in MESHES:
         programs.clear()
         model = sr.filter_init(make, rule, mesh())(jax.random.key(0))

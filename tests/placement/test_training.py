@@ -140,7 +140,7 @@ def test_refused_layers_on_explicit_axes_get_a_note_with_the_remedy() -> None:
     run = sr.filter_jit(forward, mesh=explicit(), in_shardings=(FSDP, P("data")), axis_types=None)
     with pytest.raises(Exception, match="illegally sharded") as caught:
         run(mlp(explicit()), np.ones((8, 8), np.float32))
-    assert any("axis_types='auto'" in note for note in caught.value.__notes__)
+    assert any("filter_jit(..., axis_types='auto'" in note for note in caught.value.__notes__)
 
 
 def test_an_error_that_is_not_about_shardings_is_left_alone() -> None:

@@ -38,6 +38,8 @@ def test_an_invalid_spec_raises_with_its_pattern(spec: Any) -> None:
 
 @pytest.mark.parametrize("text", ["a->data+", "a->+data", "a|->b", "|a->b", "a->b.", "a->b..c", "->b", "a->", "a", ""])
 def test_a_text_with_an_empty_part_raises(text: str) -> None:
+    with pytest.raises(sr.errors.ConfigTypeError, match="spec: the pattern must be text, got None"):
+        eformer.create_pattern_based_partition_spec(None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(sr.errors.PatternError, match="is not pattern->axis with no part empty"):
         eformer.create_pattern_based_partition_spec(text)
 

@@ -52,6 +52,7 @@ def test_a_text_means_the_rules_that_it_calls(text: str, rule: sr.ShardingRule) 
         ("fsdp(axis=__import__('os').name)", sr.errors.ConfigError, "must be literals"),
         ("fsdp(*['data'])", sr.errors.ConfigError, "must be literals"),
         ("fsdp(**{'axis': 'data'})", sr.errors.ConfigError, r"must be literals, not \*\*mappings"),
+        ("fsdp(axis='a', axis='b')", sr.errors.ConfigError, "fsdp gets axis more than once"),
         ("fsdp({[]: 1})", sr.errors.ConfigError, "arguments of fsdp must be literals"),
         ("logical('ab')", sr.errors.ConfigError, "must be a dictionary or pairs.*got 'ab'"),
         (

@@ -13,7 +13,7 @@ from shardrules.core.check import bytes_text
 from shardrules.core.errors import printable
 from shardrules.core.leaf import Leaf
 from shardrules.core.rule import ShardingPlan
-from shardrules.core.spec import make_spec, shard_bytes
+from shardrules.core.spec import make_spec
 
 
 @final
@@ -62,7 +62,7 @@ def _tables(guess: Guess, group: Sequence[Pattern], leaves: Sequence[Leaf], size
     for pattern in group:
         pattern_leaves = [leaves[path_index] for path_index in pattern.indices]
         whole = sum(leaf.nbytes for leaf in pattern_leaves)
-        each = sum(shard_bytes(leaf.shape, leaf.dtype, make_spec(guess.entries), sizes) for leaf in pattern_leaves)
+        each = sum(leaf.shard_bytes(make_spec(guess.entries), sizes) for leaf in pattern_leaves)
         count = f"{len(pattern_leaves):,} array{'s' * (len(pattern_leaves) != 1)}"
         yield f"# {count}, {bytes_text(whole)} in all, {bytes_text(each)} per device."
         yield "[[rules]]"

@@ -2,12 +2,14 @@
 
 import os
 import shutil
+import stat
 import tempfile
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import ConfigError, ConfigTypeError, suggest
+from shardrules.core.errors import ConfigError, ConfigTypeError, shown, suggest
 
 _MOST_BYTES = 2**29
 """512 MiB: the plan of a model of a million kinds takes less, and a checkpoint named by mistake takes more. Doubled, a
@@ -17,8 +19,23 @@ small checkpoint is read and fails later, as JSON; halved, nothing that exists i
 def as_path(path: Any, caller: str) -> Path:
     """Returns a string or path as a `Path`; anything else is a `ConfigTypeError`."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise ConfigTypeError(f"{caller}: expected the path of a file, got {path!r:.80}")
+        raise ConfigTypeError(f"{caller}: expected the path of a file, got {shown(path)}")
+    try:
+        if b"\0" in os.fsencode(path):
+            raise ValueError("it has a null character")
+    except ValueError as error:
+        raise ConfigError(f"{caller}: no file can have the name {shown(path)}: {error}") from None
     return Path(path)
+
+
+def open_regular(path: Path) -> FileIO:
+    """Opens a file to read it; anything else that has its name, such as a pipe, raises an `OSError` at once."""
+    # Opening a pipe would wait for its writer.
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(0, "it is not a regular file", str(path))
+    return FileIO(handle)
 
 
 def read_text(file: Path) -> str:
@@ -26,12 +43,13 @@ def read_text(file: Path) -> str:
     try:
         if file.is_dir():
             raise ConfigError(f"{file} is a folder, not a file")
-        size = file.stat().st_size
-        if size > _MOST_BYTES:
-            raise ConfigError(
-                f"{file} has {bytes_text(size)}, too much for a text file (at most {bytes_text(_MOST_BYTES)})"
-            )
-        return file.read_bytes().decode("utf-8-sig")
+        with open_regular(file) as handle:
+            size = os.fstat(handle.fileno()).st_size
+            if size > _MOST_BYTES:
+                raise ConfigError(
+                    f"{file} has {bytes_text(size)}, too much for a text file (at most {bytes_text(_MOST_BYTES)})"
+                )
+            return handle.readall().decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(missing_file(file)) from None
     except UnicodeDecodeError as error:
@@ -40,11 +58,6 @@ def read_text(file: Path) -> str:
         ) from error
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
-    except ConfigError:
-        raise
-    except ValueError as error:
-        # No file can have this name.
-        raise ConfigError(f"cannot read {str(file)!r}: {error}") from error
 
 
 def missing_file(file: Path) -> str:

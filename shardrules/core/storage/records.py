@@ -38,7 +38,7 @@ def reading(error_type: type[ShardRulesError], what: str) -> Iterator[None]:
         yield
     except error_type:
         raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError) as error:
         raise error_type(f"this text is not {what}: {problem(error)}") from error
 
 

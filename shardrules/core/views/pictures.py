@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Mapping, Sequence
 
+import attrs
 from jax.sharding import PartitionSpec
 
 from shardrules.core.check import bytes_text, check_spec
@@ -13,6 +14,10 @@ from shardrules.core.spec import UNCONSTRAINED, entries, spec_repr
 from shardrules.drawing.blocks import Blocks, Split
 from shardrules.drawing.picture import Picture
 from shardrules.drawing.treemap import treemap
+
+_MOST_DRAWN = 1_000
+"""How many arrays a picture shows. Chosen by hand: of more, most are too small to be seen; doubled, a notebook keeps
+400 kB for each plan that it shows."""
 
 
 def split_dims(leaf: Leaf, decision: Decision) -> tuple[Split, ...]:
@@ -66,8 +71,15 @@ def plan_picture(
     # Bytes and texts are computed once for each kind, and shown for each leaf.
     amounts = [device_bytes[kind] for kind in kind_indices]
     colours = spec_colours([specs[kind] for kind in kind_indices], amounts)
-    paths = [*map(printable, paths)]
-    return treemap(paths, amounts).picture(
-        [f"{path}: {titles[kind]}" for path, kind in zip(paths, kind_indices, strict=True)],
-        [colours[specs[kind]] for kind in kind_indices],
-    )
+    largest = sorted(range(len(paths)), key=lambda index: -amounts[index])
+    drawn, rest = sorted(largest[:_MOST_DRAWN]), largest[_MOST_DRAWN:]
+    drawn_paths, drawn_amounts = [printable(paths[index]) for index in drawn], [amounts[index] for index in drawn]
+    drawn_titles = [f"{path}: {titles[kind_indices[index]]}" for path, index in zip(drawn_paths, drawn, strict=True)]
+    drawn_colours = [colours[specs[kind_indices[index]]] for index in drawn]
+    if rest:
+        drawn_paths.append(f"{len(rest):,} more")
+        drawn_amounts.append(sum(amounts[index] for index in rest))
+        drawn_titles.append(f"{len(rest):,} smaller arrays: {bytes_text(drawn_amounts[-1])} per device")
+        drawn_colours.append(None)
+    picture = treemap(drawn_paths, drawn_amounts).picture(drawn_titles, drawn_colours)
+    return attrs.evolve(picture, label=f"what {len(paths):,} arrays take, as areas")

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import attrs
 
-from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
+from shardrules.core.axes import AnyMesh, mesh_sizes, shown_mesh
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import MOST_LISTED, printable
 from shardrules.core.finding import Finding, common_path, listing, shape_text, template
@@ -98,7 +98,7 @@ class Totals:
     def __str__(self) -> str:
         arrays = "1 array" if self.leaf_count == 1 else f"{self.leaf_count:,} arrays"
         share = "" if not self.total_bytes else f" ({self.device_bytes / self.total_bytes:.1%} of the whole)"
-        where = "without a mesh" if self.mesh is None else f"mesh {printable(mesh_text(self.mesh))}"
+        where = "without a mesh" if self.mesh is None else f"mesh {printable(shown_mesh(self.mesh))}"
         whole, part = bytes_text(self.total_bytes), bytes_text(self.device_bytes)
         return f"{arrays}, {whole} in all, {part} per device{share}, {where}"
 

@@ -12,7 +12,14 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardrules.core.axes import AnyMesh, check_mesh
 from shardrules.core.context import current_mesh
-from shardrules.core.errors import ConfigError, ConfigTypeError, DisagreementError, PlanError, ShardRulesError
+from shardrules.core.errors import (
+    ConfigError,
+    ConfigTypeError,
+    DisagreementError,
+    PlanError,
+    ShardRulesError,
+    TreeError,
+)
 from shardrules.core.finding import Finding, shape_text
 from shardrules.core.jax_state import under_trace
 from shardrules.core.keys import is_key
@@ -61,7 +68,8 @@ def place_batch(local: Any, how: How, mesh: AnyMesh | None = None, *, timeout: f
 
     `DisagreementError`, on every process, when parts differ in paths, shapes or dtypes, with the shapes of all;
     `PlanError`, listing everything else that is wrong, with the path of each leaf that is not an array, such as a
-    string; `TreeError`, `NoMeshError`, and `BarrierTimeoutError` and `BarrierError` as in `barrier_sync`.
+    string, and of each with numbers that its dtype on devices does not hold; `TreeError`, `NoMeshError`, and
+    `BarrierTimeoutError` and `BarrierError` as in `barrier_sync`.
 
     ```python
     mesh = sr.create_mesh("data:4,model:2")
@@ -96,7 +104,10 @@ class LocalBatch:
         """Returns the tree flattened, every array read; refuses what is not one, or has no values on this process."""
         if under_trace():
             raise ConfigTypeError(f"{CALLER}: call it outside of jit, which gets its result as an argument")
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_rows)
+        try:
+            leaves, treedef = jax.tree.flatten(tree, is_leaf=is_rows)
+        except RecursionError as error:
+            raise TreeError(f"{CALLER}: the batch nests too deeply, or a list holds itself") from error
         values = [as_array(leaf) for leaf in leaves]
         problems = [(index, value) for index, value in enumerate(values) if isinstance(value, Finding)]
         if problems:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardrules.core.errors import printable
+from shardrules.core.errors import printable, shown
 from shardrules.core.finding import Finding
 from shardrules.core.spec import device_dtype
 from shardrules.core.tree import array_kind
@@ -38,19 +38,23 @@ def as_array(value: Any) -> Any:
     assert as_array("train").code == "not-array"
     ```
     """
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        remedy = "Pass value.filled(number), and the mask as an array of its own"
+        return Finding("error", "masked", "arrays of JAX have no mask, and this one would be lost", "", remedy)
     if why := _not_local(value):
         return Finding("error", "not-local", why, "", "Pass this process's part as a numpy array", value.shape)
     if isinstance(value, jax.Array) or _is_number(value) or isinstance(value, type):
         return value
     try:
         array = _rows(value) if isinstance(value, list) else _host_array(value)
+        kind = None if array is None else array_kind(array)
     except Exception as error:  # noqa: BLE001  other libraries' values raise errors of their own
         return _not_array(value, f"it cannot be read: {type(error).__name__}: {printable(str(error))}")
     if array is None:
         return value if callable(value) else _not_array(value, "it has neither __array__ nor __dlpack__")
-    if array_kind(array) is None:
+    if kind is None or (isinstance(array, np.ndarray) and array.dtype.char in "gG"):  # floats of 80 bits
         return _not_array(value, f"{array.dtype} is not a dtype of JAX")
-    return array
+    return _narrowed(array) if isinstance(array, np.ndarray) else array
 
 
 def _is_row(node: Any) -> bool:
@@ -79,11 +83,28 @@ def _rows(rows: list[Any]) -> np.ndarray:
     array = np.asarray(rows)
     if array.dtype == object:
         raise ValueError("its rows hold None, or integers beyond 64 bits")
-    if array.dtype.kind in "iu" and not (array.astype(device_dtype(array.dtype)) == array).all():
-        raise OverflowError(
-            f"{device_dtype(array.dtype)} does not hold its integers; set jax_enable_x64, or use floats"
-        )
     return array
+
+
+def _narrowed(array: np.ndarray) -> np.ndarray | Finding:
+    """Returns an array in the dtype and byte order of devices, or that it has numbers beyond the range of that."""
+    dtype = device_dtype(array.dtype.newbyteorder("="))
+    if array.dtype == dtype:
+        return array
+    fits = True
+    if array.size and dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        fits = int(array.min()) >= limits.min and int(array.max()) <= limits.max
+    try:
+        with np.errstate(over="raise"):
+            narrow = array.astype(dtype)
+    except FloatingPointError:
+        fits, narrow = False, array
+    if fits:
+        return narrow
+    why = f"it has numbers beyond those of {dtype}, from {array.min()} to {array.max()}"
+    remedy = f"Set jax_enable_x64, which keeps {array.dtype}, or make them smaller"
+    return Finding("error", "out-of-range", why, "", remedy, array.shape)
 
 
 def _host_array(value: Any) -> Any:
@@ -100,7 +121,7 @@ def _host_array(value: Any) -> Any:
 
 
 def _not_array(value: Any, why: str) -> Finding:
-    return Finding("error", "not-array", f"expected an array, got {printable(f'{value!r:.60}')}; {why}", "", _REMEDY)
+    return Finding("error", "not-array", f"expected an array, got {shown(value, 60)}; {why}", "", _REMEDY)
 
 
 def _not_local(value: Any) -> str:

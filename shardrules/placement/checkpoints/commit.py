@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -27,6 +28,7 @@ import numpy as np
 
 from shardrules.core.errors import CheckpointError, DisagreementError
 from shardrules.core.jax_state import process_count, process_id
+from shardrules.core.storage.files import open_regular
 from shardrules.mesh.processes import exchange
 from shardrules.placement.checkpoints.checksums import (
     SUM_CHARS,
@@ -39,7 +41,6 @@ from shardrules.placement.checkpoints.checksums import (
     unknown_sums,
 )
 from shardrules.placement.checkpoints.saved import SavedLeaf
-from shardrules.placement.checkpoints.tensor_file import open_regular
 from shardrules.placement.checkpoints.tensor_writer import local_parts, read_at, write_at, write_tensor
 
 _PLANS = "what is saved"
@@ -50,6 +51,10 @@ _TEMPORARY = ".saving"
 
 _TOKEN_BYTES = 8
 """64 bits that nobody guesses. Half of them are found by trying, double only makes names longer."""
+
+_NAME_BYTES = 150
+"""How much of a name a temporary one keeps. File systems allow 255 bytes: our own additions take 42, and those of orbax
+to a folder some 50. Half of it hides which file it is from people, double is too long."""
 
 _AT_FDCWD = -100
 """For `renameat2`: paths are relative to the folder of the process."""
@@ -149,17 +154,23 @@ class Saving:
         pairs = list(zip(files, names, strict=True))
         folders: list[Path] = []
 
+        modes: list[int | None] = []
+
         def create() -> None:
-            folders.extend(make_folders(files[0].path.parent))
-            remove_leftovers(files[0].path.parent, own_names)
-            forget(path for path in files[0].path.parent.iterdir() if re.fullmatch(own_names, path.name))
-            for file, name in pairs:
-                _create(file, name)
+            folder = files[0].path.parent
+            folders.extend(make_folders(folder))
+            remove_leftovers(folder, "|".join([own_names, *(re.escape(short_name(file.path)) for file in files)]))
+            old = [path for path in folder.iterdir() if re.fullmatch(own_names, path.name)]
+            forget(old)
+            # Of a checkpoint of several files, the new ones may have other names.
+            modes.extend(_mode_of([file.path, *old]) for file in files)
+            for (file, name), mode in zip(pairs, modes, strict=True):
+                _create(file, name, mode)
 
         def rename() -> None:
             try:
-                for file, name in pairs:
-                    _seal(file, name)
+                for (file, name), mode in zip(pairs, modes, strict=True):
+                    _seal(file, name, mode)
                 for file, name in pairs:
                     name.replace(file.path)
                 finish()
@@ -181,7 +192,15 @@ class Saving:
 
 def temporary_name(path: Path, token: str) -> Path:
     """Returns the name of a file or a folder while it is written."""
-    return path.with_name(f".{path.name}.{token}{_TEMPORARY}")
+    return path.with_name(f".{short_name(path)}.{token}{_TEMPORARY}")
+
+
+def short_name(path: Path) -> str:
+    """Returns the name of a file, the end of a long one as a hash: names of temporary files are longer."""
+    raw = os.fsencode(path.name)
+    if len(raw) <= _NAME_BYTES:
+        return path.name
+    return f"{raw[:_NAME_BYTES].decode(errors='ignore')}-{hashlib.sha256(raw).hexdigest()[: 2 * _TOKEN_BYTES]}"
 
 
 def remove_leftovers(folder: Path, names: str) -> None:
@@ -222,19 +241,37 @@ def remove_folders(folders: Sequence[Path]) -> None:
             folder.rmdir()
 
 
-def _open_new(path: Path) -> int:
-    """Makes a file; one that exists, or a link, raises."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+def _mode_of(paths: Iterable[Path]) -> int | None:
+    """Returns the mode of the first file that exists, which one that replaces it shall have."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            mode = path.stat().st_mode
+            if stat.S_ISREG(mode):
+                return stat.S_IMODE(mode)
+    return None
+
+
+def _open_new(path: Path, mode: int | None) -> int:
+    """Makes a file, which its owner can write as long as it is open; one that exists, or a link, raises."""
+    handle = os.open(
+        path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666 if mode is None else 0o600
+    )
+    if mode is not None:
+        os.fchmod(handle, mode | 0o600)
+    return handle
 
 
 def write_synced(path: Path, text: bytes) -> None:
     """Writes a small file as a whole or not at all."""
     temporary = temporary_name(path, secrets.token_hex(_TOKEN_BYTES))
     try:
-        remove_leftovers(path.parent, re.escape(path.name))
-        with os.fdopen(_open_new(temporary), "wb") as file:
+        remove_leftovers(path.parent, re.escape(short_name(path)))
+        mode = _mode_of([path])
+        with os.fdopen(_open_new(temporary, mode), "wb") as file:
             file.write(text)
             file.flush()
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
@@ -258,7 +295,10 @@ def replace_folder(new: Path, old: Path) -> None:
     aside = new
     if not old.exists():
         new.replace(old)
-    elif not _exchange_names(new, old):
+        sync_folder(old.parent)
+        return
+    shutil.copymode(old, new)
+    if not _exchange_names(new, old):
         aside = replaced_folder(old)
         shutil.rmtree(aside, ignore_errors=True)
         old.replace(aside)
@@ -274,7 +314,7 @@ def replace_folder(new: Path, old: Path) -> None:
 
 def replaced_folder(folder: Path) -> Path:
     """Returns the name that a folder has while another gets its name, where the two cannot be exchanged."""
-    return folder.parent / f".{folder.name}.replaced"
+    return folder.parent / f".{short_name(folder)}.replaced"
 
 
 def remove_leftover_folders(old: Path) -> None:
@@ -284,7 +324,7 @@ def remove_leftover_folders(old: Path) -> None:
     if aside.is_dir() and not aside.is_symlink() and not old.is_file() and not any(old.glob("*")):
         aside.replace(old)
     remove([aside])
-    remove_leftovers(old.parent, re.escape(old.name))
+    remove_leftovers(old.parent, re.escape(short_name(old)))
 
 
 def _exchange_names(first: Path, second: Path) -> bool:
@@ -310,8 +350,8 @@ def _number(leaf: SavedLeaf) -> str:
     return f" {leaf.value!r}" if isinstance(leaf.value, bool | int | float | complex) else ""
 
 
-def _create(file: FileLayout, name: Path) -> None:
-    handle = _open_new(name)
+def _create(file: FileLayout, name: Path, mode: int | None) -> None:
+    handle = _open_new(name, mode)
     try:
         _reserve(handle, file.size)
         for offset, text in file.texts:
@@ -391,8 +431,10 @@ def _write_sums(handle: int, file: FileLayout, sums: np.ndarray) -> None:
         write_at(handle, file.sums_offset + SUM_CHARS * start, sums_text(sums[start:stop]))
 
 
-def _seal(file: FileLayout, name: Path) -> None:
-    """Writes the checksum of all headers, and waits until everything is on the disk."""
+def _seal(file: FileLayout, name: Path, mode: int | None) -> None:
+    """Writes the checksum of all headers, gives the file its mode, and waits until everything is on the disk."""
     with _opened(name, sync=True) as handle:
         position, crc = sealed([read_at(handle, offset, len(text)) for offset, text in file.texts])
         write_at(handle, file.texts[-1][0] + position, crc)
+        if mode is not None:
+            os.fchmod(handle, mode)

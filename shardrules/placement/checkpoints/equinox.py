@@ -21,10 +21,17 @@ import numpy as np
 from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import ConfigError
 from shardrules.core.finding import Finding
+from shardrules.core.storage.files import open_regular
 from shardrules.placement.checkpoints.checksums import DAMAGED, MOST_TEXT_BYTES, TensorSums, read_text
 from shardrules.placement.checkpoints.names import Mismatch, StoredArray, compare, mismatch_findings, refuse
-from shardrules.placement.checkpoints.requested import RequestedLeaf, python_value, requested_leaves, with_values
-from shardrules.placement.checkpoints.tensor_file import FileTensor, file_source, local_path, open_regular
+from shardrules.placement.checkpoints.requested import (
+    RequestedLeaf,
+    check_flags,
+    python_value,
+    requested_leaves,
+    with_values,
+)
+from shardrules.placement.checkpoints.tensor_file import FileTensor, file_source, local_path
 from shardrules.placement.destination import resolve_destination
 from shardrules.rules.how import How
 
@@ -91,6 +98,7 @@ def load_equinox(
     assert model.layers[0].weight.sharding.spec == P("model", None)
     ```
     """
+    check_flags("load_equinox", cast=cast, verify=verify)
     if surplus not in ("error", "skip"):
         raise ConfigError(f"surplus must be 'error' or 'skip', got {surplus!r}")
     destination = resolve_destination(like, how, mesh, caller="load_equinox")
@@ -228,8 +236,10 @@ class _Block:
 
 
 def _with_suffix(path: Path) -> Path:
+    if path.suffix or not path.name:
+        return path
     suffixed = path.with_suffix(".eqx")
-    return suffixed if not path.suffix and (suffixed.is_file() or not path.is_file()) else path
+    return suffixed if os.path.isfile(suffixed) or not os.path.isfile(path) else path
 
 
 def _read_header(file: FileIO, offset: int, size: int, expected: np.dtype | None) -> _Block | str:

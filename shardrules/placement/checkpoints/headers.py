@@ -21,10 +21,11 @@ import numpy as np
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import suggest
 from shardrules.core.finding import Finding
+from shardrules.core.storage.files import open_regular
 from shardrules.core.storage.records import read_json
 from shardrules.placement.checkpoints.checksums import DAMAGED, KEY, TensorSums, is_text, read_text
 from shardrules.placement.checkpoints.names import StoredArray
-from shardrules.placement.checkpoints.tensor_file import FileTensor, open_regular
+from shardrules.placement.checkpoints.tensor_file import FileTensor
 
 DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,

@@ -18,10 +18,17 @@ import numpy as np
 from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import CheckpointError
 from shardrules.core.finding import Finding
+from shardrules.core.storage.files import as_path
 from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.placement.checkpoints.commit import replaced_folder
 from shardrules.placement.checkpoints.names import Names, StoredArray, match, refuse
-from shardrules.placement.checkpoints.requested import RequestedLeaf, as_type_of, requested_leaves, with_values
+from shardrules.placement.checkpoints.requested import (
+    RequestedLeaf,
+    as_type_of,
+    check_flags,
+    requested_leaves,
+    with_values,
+)
 from shardrules.placement.destination import resolve_destination
 from shardrules.rules.how import How
 
@@ -78,7 +85,8 @@ def load_orbax(
     assert state["step"] == 7 and state["w"].sharding.spec == P("data", "model")
     ```
     """
-    orbax, folder = import_orbax(path)
+    check_flags("load_orbax", cast=cast)
+    orbax, folder = import_orbax(path, "load_orbax")
     destination = resolve_destination(like, how, mesh, caller="load_orbax")
     leaves = requested_leaves(like, destination, "load_orbax")
     title = f"load_orbax: {folder}"
@@ -126,7 +134,7 @@ def _restore(
 
 def read_orbax_metadata(path: Any) -> dict[str, StoredArray]:
     """Returns the arrays of a checkpoint by their paths, in the order of the tree; none of them is read."""
-    orbax, folder = import_orbax(path)
+    orbax, folder = import_orbax(path, "read_orbax_metadata")
     # By default it starts a backend of JAX to find out whether to use host memory.
     handler = orbax.PyTreeCheckpointHandler(enable_pinned_host_transfer=False)
     try:
@@ -167,7 +175,7 @@ def _plain_names(names: Names, stored: Mapping[str, StoredArray]) -> Names:
     return (lambda path: plain(names(path))) if callable(names) else names
 
 
-def import_orbax(path: Any) -> tuple[ModuleType, Any]:
+def import_orbax(path: Any, caller: str) -> tuple[ModuleType, Any]:
     """Returns orbax, and the path as it accepts it: absolute, without links, or in a cloud store."""
     try:
         import orbax.checkpoint as ocp
@@ -176,6 +184,7 @@ def import_orbax(path: Any) -> tuple[ModuleType, Any]:
         raise CheckpointError(
             'orbax checkpoints need orbax, which is not installed: pip install "shardrules[orbax]"'
         ) from error
+    as_path(path, caller)
     text = os.fspath(path)
     return ocp, epath.Path(text if "://" in text else os.path.realpath(text))
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from shardrules.core.errors import CheckpointError, TreeError, printable
+from shardrules.core.errors import CheckpointError, ConfigError, TreeError, printable, shown
 from shardrules.core.keys import is_key
 from shardrules.core.spec import device_dtype
 from shardrules.core.tree import leaf_paths
@@ -53,6 +53,13 @@ class RequestedLeaf:
     def device_dtype(self) -> Any:
         """The dtype of the array once it is on a device."""
         return device_dtype(self.dtype)
+
+
+def check_flags(caller: str, **flags: Any) -> None:
+    """Refuses options of a loader that are neither true nor false: text, such as `"no"`, would count as true."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{caller}: {name} must be True or False, got {shown(value)}")
 
 
 def requested_leaves(like: Any, destination: Destination, caller: str) -> list[RequestedLeaf]:

@@ -9,7 +9,13 @@ from typing import Any, Literal
 from shardrules.core.axes import AnyMesh
 from shardrules.placement.checkpoints.headers import read_headers
 from shardrules.placement.checkpoints.names import Name, Names, flat_names, match, refuse, stack_shape
-from shardrules.placement.checkpoints.requested import RequestedLeaf, python_value, requested_leaves, with_values
+from shardrules.placement.checkpoints.requested import (
+    RequestedLeaf,
+    check_flags,
+    python_value,
+    requested_leaves,
+    with_values,
+)
 from shardrules.placement.checkpoints.tensor_file import FileTensor, file_source, local_path
 from shardrules.placement.destination import resolve_destination
 from shardrules.rules.how import How
@@ -73,6 +79,7 @@ def load_safetensors(
     assert params["up"]["weight"].sharding.spec == P("model", None)
     ```
     """
+    check_flags("load_safetensors", cast=cast, verify=verify)
     destination = resolve_destination(like, how, mesh, caller="load_safetensors")
     leaves = requested_leaves(like, destination, "load_safetensors")
     headers = read_headers(local_path(path, "load_safetensors"), verify=verify)

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from shardrules.core.errors import CheckpointError
 from shardrules.placement.checkpoints.checksums import blank_text, block_bytes, block_count
 from shardrules.placement.checkpoints.commit import FileLayout, Saving, sync_folder
 from shardrules.placement.checkpoints.equinox import CHECKSUMS
 from shardrules.placement.checkpoints.saved import SavedLeaf, refuse_to_save, saved_leaves
-from shardrules.placement.checkpoints.tensor_file import local_path
+from shardrules.placement.checkpoints.tensor_file import local_path, title_of
 
 
 def save_equinox(path: Any, tree: Any, *, timeout: float = 1800) -> None:
@@ -42,17 +43,17 @@ def save_equinox(path: Any, tree: Any, *, timeout: float = 1800) -> None:
     assert restored["step"] == 7 and restored["key"] == jax.random.key(0)
     ```
     """
-    target = Path(path)
-    target = target if target.suffix else target.with_suffix(".eqx")
-    saving = Saving(f"save_equinox: {target}", timeout)
+    saving = Saving(title_of("save_equinox", path), timeout)
 
-    def plan() -> list[SavedLeaf]:
-        local_path(path, "save_equinox")
+    def plan() -> tuple[Path, list[SavedLeaf]]:
+        target = local_path(path, "save_equinox")
+        if not target.name:
+            raise CheckpointError(f"{saving.title} cannot be saved: it is a folder, and this saves one file")
         leaves, findings = saved_leaves(tree, "save_equinox", lambda _: "")
         refuse_to_save(saving.title, findings)
-        return leaves
+        return target if target.suffix else target.with_suffix(".eqx"), leaves
 
-    leaves = saving.plan(plan)
+    target, leaves = saving.plan(plan)
     writers, token, _ = saving.agree_on(leaves, str(target))
     saving.write(
         [_layout(target, leaves)], leaves, writers, token, re.escape(target.name), lambda: sync_folder(target.parent)

@@ -23,6 +23,7 @@ from shardrules.placement.checkpoints.commit import (
     remove_leftover_folders,
     remove_leftovers,
     replace_folder,
+    short_name,
     temporary_name,
 )
 from shardrules.placement.checkpoints.orbax import import_orbax
@@ -71,7 +72,7 @@ def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
     assert restored["step"] == 7 and restored["key"] == jax.random.key(0)
     ```
     """
-    orbax, folder = import_orbax(path)
+    orbax, folder = import_orbax(path, "save_orbax")
     saving = Saving(f"save_orbax: {folder}", timeout)
 
     def plan() -> list[SavedLeaf]:
@@ -124,7 +125,7 @@ def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
             saving.agree("the names", error_of(rename if is_first else lambda: None))
     except BaseException:
         if is_local and is_first:
-            remove_leftovers(Path(folder).parent, re.escape(folder.name))
+            remove_leftovers(Path(folder).parent, re.escape(short_name(Path(folder))))
             remove_folders(folders)
         raise
 

@@ -1,6 +1,7 @@
 """`save_safetensors`: a tree of sharded arrays into safetensors files, with an index, from all processes at once."""
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,18 +10,19 @@ from typing import Any, final
 import attrs
 import numpy as np
 
-from shardrules.core.errors import CheckpointError, ConfigError, ConfigTypeError, suggest
+from shardrules.core.errors import CheckpointError, ConfigError, ConfigTypeError, shown, suggest
 from shardrules.core.fields import read_bytes
 from shardrules.core.finding import Finding
 from shardrules.core.jax_state import process_id
+from shardrules.core.storage.files import open_regular
 from shardrules.core.storage.records import read_json
 from shardrules.core.tree import leaf_paths
-from shardrules.placement.checkpoints.checksums import KEY, blank_text, block_bytes, block_count, sealed
+from shardrules.placement.checkpoints.checksums import KEY, blank_text, block_bytes, block_count, is_text, sealed
 from shardrules.placement.checkpoints.commit import FileLayout, Saving, remove, sync_folder, write_synced
 from shardrules.placement.checkpoints.headers import DTYPES, INDEX
 from shardrules.placement.checkpoints.names import Names
 from shardrules.placement.checkpoints.saved import SavedLeaf, is_unicode, refuse_to_save, saved_leaves
-from shardrules.placement.checkpoints.tensor_file import local_path, open_regular
+from shardrules.placement.checkpoints.tensor_file import local_path, title_of
 
 _DTYPE_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
@@ -44,7 +46,7 @@ def save_safetensors(
     depend on the mesh or on how many processes write them.
 
     What was saved at `path` before is replaced at once, when everything is on the disk: a process that is killed, or a
-    disk that is full, leaves the old checkpoint whole.
+    disk that is full, leaves the old checkpoint whole. New files have the mode of old ones.
 
     **Arguments:**
 
@@ -76,8 +78,7 @@ def save_safetensors(
     assert restored["step"] == 7 and restored["key"] == jax.random.key(0)
     ```
     """
-    target = Path(path)
-    saving = Saving(f"save_safetensors: {target}", timeout)
+    saving = Saving(title_of("save_safetensors", path), timeout)
     plan = saving.plan(lambda: _plan(path, tree, names, max_file_bytes, metadata, saving.title))
     # The first process looks for names: another may not see yet what it removed a moment ago.
     free_generation = plan.free_generation() if process_id() == 0 else None
@@ -192,7 +193,12 @@ def _plan(
     target = local_path(path, caller)
     pairs = metadata.items() if isinstance(metadata, Mapping) else [(metadata,)]
     if metadata is not None and not all(isinstance(text, str) for pair in pairs for text in pair):
-        raise ConfigTypeError(f"{caller}: metadata must be a table from strings to strings, got {metadata!r:.80}")
+        raise ConfigTypeError(f"{caller}: metadata must be a table from strings to strings, got {shown(metadata)}")
+    if alike := [key for key, text in (metadata or {}).items() if key != KEY and is_text(text)]:
+        raise ConfigError(
+            f"{caller}: metadata[{shown(alike[0])}] reads like the checksums of a file, and loading would take it for "
+            "damaged ones. Leave it out"
+        )
     most_bytes = read_bytes("max_file_bytes", max_file_bytes)
     if most_bytes < 1:
         raise ConfigError(f"{caller}: max_file_bytes must be 1 or more, got {max_file_bytes!r}")
@@ -206,7 +212,7 @@ def _plan(
             f"{title} cannot be saved: it is {what}. Pass a folder, or a file that ends in .safetensors"
         )
     other = folder / f"{stem}{INDEX if index is None else '.safetensors'}"
-    if other.exists():
+    if os.path.exists(other):  # also where its name would be too long
         raise CheckpointError(
             f"{title} cannot be saved: {other} is a checkpoint already, and one of the two would be loaded for the "
             "other. Remove it, or save under another name"

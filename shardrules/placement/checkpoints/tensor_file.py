@@ -11,7 +11,6 @@ are cut from the same block. What is read is checked while it is in the cache, i
 import math
 import os
 import re
-import stat
 from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
@@ -20,8 +19,8 @@ from typing import Any, final
 import attrs
 import numpy as np
 
-from shardrules.core.errors import CheckpointError, printable
-from shardrules.core.storage.files import as_path
+from shardrules.core.errors import CheckpointError, printable, shown
+from shardrules.core.storage.files import as_path, open_regular
 from shardrules.placement.checkpoints.boxes import (
     BLOCK_BYTES,
     Box,
@@ -66,14 +65,9 @@ def local_path(path: Any, caller: str) -> Path:
     return file
 
 
-def open_regular(path: Path) -> FileIO:
-    """Opens a file to read it; anything else that has its name, such as a pipe, raises an `OSError` at once."""
-    # Opening a pipe would wait for its writer.
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(0, "it is not a regular file", str(path))
-    return FileIO(handle)
+def title_of(caller: str, path: Any) -> str:
+    """Returns the caller and the file, for messages; the path may be anything that a user passes."""
+    return f"{caller}: {printable(str(path)) if isinstance(path, str | os.PathLike) else shown(path)}"
 
 
 @final

@@ -177,7 +177,7 @@ def _add_hint(error: Exception, meshes: Meshes) -> None:
     if explicit and any(word in str(error) for word in ("sharding", *explicit)):
         error.add_note(
             f"filter_jit: on Explicit axes ({', '.join(explicit)}) JAX wants model code to say how such results are "
-            "split. filterjit(..., axis_types='auto') leaves it to the compiler"
+            "split. filter_jit(..., axis_types='auto') leaves it to the compiler"
         )
     elif meshes.inside is not meshes.outside and "type Auto" in str(error):
         error.add_note("filter_jit: the function sees Auto axes; axis_types=None keeps the mesh's own types")

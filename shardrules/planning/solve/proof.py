@@ -107,7 +107,7 @@ def split_bytes(tree: Any, sizes: Mapping[str, int]) -> int:
     """Returns the bytes of all arrays of a tree on a device, each split as finely as axes of these sizes can."""
     ordered = _ordered(sizes)
     kinds = filter(None, map(array_kind, jax.tree.leaves(tree)))
-    return sum(array_bytes(shape, dtype) // _most_pieces(shape, ordered) for shape, dtype in kinds)
+    return sum(array_bytes(shape, dtype, packed=True) // _most_pieces(shape, ordered) for shape, dtype in kinds)
 
 
 def _ordered(sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ class _Splits:
     def whole_bytes(self, array: int) -> int:
         """Returns the bytes of an array on devices; 0 for tokens."""
         traced = self.program.arrays[array]
-        return 0 if traced.dtype is None or traced.on_host else array_bytes(traced.shape, traced.dtype)
+        return 0 if traced.dtype is None or traced.on_host else array_bytes(traced.shape, traced.dtype, packed=True)
 
     def least_bytes(self, array: int) -> int:
         """Returns the bytes of the smallest piece of an array that a device may have."""

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.errors import PlanError
+from shardrules.core.errors import PlanError, TreeError
 from shardrules.core.finding import Finding
 from shardrules.placement.batches.values import as_array, has_equal_parts, is_rows
 
@@ -44,6 +44,13 @@ class Both(Capsule):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         raise TypeError("unsupported scalar type")
+
+
+class Nameless:
+    """An object that cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no name")
 
 
 class Broken:
@@ -111,7 +118,8 @@ def test_numbers_and_functions_stay(value: Any) -> None:
         ([[1, 2], [3]], "it cannot be read: ValueError: .*inhomogeneous shape"),
         ([[1, 2], [3, None]], "its rows hold None, or integers beyond 64 bits"),
         ([1, 2**70], "its rows hold None, or integers beyond 64 bits"),
-        ([1, 2**40], "it cannot be read: OverflowError: int32 does not hold its integers"),
+        (np.ones(8, np.longdouble), "is not a dtype of JAX"),
+        (Nameless(), "got a value of type Nameless; it has neither"),
     ],
 )
 def test_anything_else_is_an_error_with_its_path(value: Any, message: str) -> None:
@@ -122,16 +130,50 @@ def test_anything_else_is_an_error_with_its_path(value: Any, message: str) -> No
         sr.place_batch({"x": ROWS, "rest": (value,)}, P("data"), mesh)
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1, 2**40], r"error out-of-range: x \(2,\): it has numbers beyond those of int32, from 1 to 1099511627776"),
+        (np.full(8, 2**40 + 5), "beyond those of int32, from 1099511627781 to"),
+        (np.full(8, 2**63, ">u8"), "beyond those of uint32"),
+        ([1e39, np.inf], "beyond those of float32"),
+        (np.full(8, 1e39j), "beyond those of complex64"),
+        (np.ma.masked_array(np.ones(8), [True] * 8), "error masked: x: arrays of JAX have no mask"),
+    ],
+)
+def test_what_devices_would_not_keep_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        sr.place_batch({"x": value}, P(), sr.create_mesh("data:8"))
+
+
+@pytest.mark.parametrize(
+    "value", [ROWS.astype(">f4"), ROWS.astype(np.int64), ROWS.astype(np.float64), [-np.inf, np.nan], np.ma.array(ROWS)]
+)
+def test_what_devices_keep_is_placed(value: Any) -> None:
+    np.testing.assert_array_equal(sr.place_batch(value, P(), sr.create_mesh("data:8")), np.asarray(value))
+
+
+def test_lists_that_nest_too_deeply_are_an_error() -> None:
+    rows: list[Any] = [1.0]
+    for _ in range(1200):
+        rows = [rows]
+    in_itself: list[Any] = [1.0]
+    in_itself.append(in_itself)
+    for value in (rows, in_itself):
+        with pytest.raises(TreeError, match="nests too deeply, or a list holds itself"):
+            sr.place_batch({"x": value}, P(), sr.create_mesh("data:8"))
+
+
 def test_all_leaves_that_are_not_arrays_are_listed() -> None:
     with pytest.raises(PlanError, match="3 arrays cannot be placed") as raised:
         sr.place_batch({"a": "x", "b": [[1], [2, 3]], "c": object()}, P(), sr.create_mesh("data:8"))
     assert [finding.path for finding in raised.value.findings if isinstance(finding, Finding)] == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("rows", [[np.ones(2)] * 8, [{"x": np.ones(2), "y": np.ones(3)}] * 8])
+@pytest.mark.parametrize("rows", [[np.ones(2)] * 8, [np.array(1.0)] * 8, [{"x": np.ones(2), "y": np.ones(3)}] * 8])
 def test_rows_that_are_not_stacked_are_explained(rows: Any) -> None:
     assert has_equal_parts({"batch": rows})
-    with pytest.raises(PlanError, match="indivisible") as raised:
+    with pytest.raises(PlanError, match=r"indivisible|rank-overflow") as raised:
         sr.place_batch(rows, P("data"), sr.create_mesh("data:4,model:2"))
     assert "np.stack" in raised.value.__notes__[0]
     assert not has_equal_parts({"batch": [np.ones(2), np.ones(3)]})

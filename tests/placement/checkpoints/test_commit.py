@@ -55,6 +55,39 @@ def only_checkpoint(folder: Path) -> bool:
     return files == sorted({index.name, *json.loads(index.read_text())["weight_map"].values()})
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o444])
+@pytest.mark.parametrize("name", SAVERS)
+def test_files_keep_the_mode_of_those_that_they_replace(name: str, mode: int, tmp_path: Path) -> None:
+    SAVERS[name](tmp_path, tree(1))
+    for file in [file for file in tmp_path.rglob("*") if file.is_file()]:
+        file.chmod(mode)
+    SAVERS[name](tmp_path, tree(2))
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.rglob("*") if file.is_file()} == {mode}
+    assert value_of(LOADERS[name](tmp_path, tree(0))) == 2
+
+
+def test_an_orbax_folder_keeps_its_mode(tmp_path: Path) -> None:
+    folder = tmp_path / ("o" * 200)
+    sr.save_orbax(folder, tree(1))
+    folder.chmod(0o700)
+    sr.save_orbax(folder, tree(2))
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+@pytest.mark.parametrize("name", ["n" * 251 + ".eqx", "ä" * 121 + ".safetensors"])
+def test_names_may_be_as_long_as_the_system_allows(name: str, tmp_path: Path) -> None:
+    save = sr.save_equinox if name.endswith(".eqx") else sr.save_safetensors
+    left = commit.temporary_name(tmp_path / name, "0" * 16)
+    left.write_text("of a killed process")
+    save(tmp_path / name, tree(1))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    load = sr.load_equinox if name.endswith(".eqx") else sr.load_safetensors
+    assert value_of(load(tmp_path / name, tree(0), P(), sr.create_mesh("data:8"))) == 1
+    other = tmp_path / (name[0] + name)
+    assert commit.short_name(other) != commit.short_name(tmp_path / name)
+
+
 @pytest.mark.parametrize("name", SAVERS)
 def test_at_every_moment_a_checkpoint_is_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, snapshots = tmp_path / "folder", []

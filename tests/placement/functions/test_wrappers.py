@@ -136,7 +136,11 @@ OURS = {
         "lambda x, sharding: sr.reshard(x, sharding)",
         "jax.jit(lambda x: jax.sharding.reshard(x, sharding))(jax.sharding.reshard(x, sharding))",
     ),
-    "jax.device_put": ("lambda x, sharding: sr.filter_shard(x, sharding)", "jax.device_put(x, sharding)"),
+    "jax.device_put": (
+        "lambda x, sharding, **options: sr.reshard(x, sharding)",
+        "jax.device_put(jax.device_put(x, NamedSharding(mesh, P())), sharding)",
+    ),
+    "jax.jit": ("lambda fn, **options: sr.filter_jit(fn)", "sr.filter_init(lambda: jnp.ones(8), P('data'), mesh)()"),
 }
 """What a program may put into the place of a function of JAX, and a call of that."""
 
@@ -147,7 +151,7 @@ def test_jax_may_have_ours_in_the_place_of_its_own(name: str) -> None:
     ours, call = OURS[name]
     types = "explicit" if name == "jax.sharding.reshard" else "auto"
     lines = [
-        "import jax, jax.numpy as jnp, shardrules as sr",
+        "import equinox, jax, jax.numpy as jnp, shardrules as sr",
         "from jax.sharding import NamedSharding, PartitionSpec as P",
         f"{name} = {ours}",
         f"mesh = sr.create_mesh('data:8', axis_types={types!r})",

@@ -1,5 +1,6 @@
 """`load_rules`: rules, mesh, optimizer and limits from the file that CI gates."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,9 @@ def test_thousands_of_rules_are_read_in_order(tmp_path: Path) -> None:
 def test_what_is_not_a_path_is_refused(path: Any) -> None:
     with pytest.raises(ConfigTypeError, match="load_rules: expected the path of a file, got"):
         sr.load_rules(path)
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rules.toml")
+    with pytest.raises(RulesFileError, match=r"cannot read .*rules.toml: it is not a regular file"):
+        sr.load_rules(tmp_path / "rules.toml")
