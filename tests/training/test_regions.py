@@ -186,6 +186,17 @@ def test_groups_of_several_examples_stay_together() -> None:
     assert_same(loss, experts(), TOKENS, ((2, 1), (4, 1), (2, 2)))
 
 
+def test_regions_that_know_how_many_examples_there_are_have_no_microbatches() -> None:
+    @sr.region("rows dim, dim -> dim", split="rows")
+    def mean_over(x: Any, w: Any, *, count: int) -> Any:
+        return jnp.sin(x * w).sum(0) / count
+
+    x, w = jnp.ones((8, 4)), jnp.ones(4)
+    with pytest.raises(MicrobatchError, match="depend on how many examples there are"):
+        accumulated(trace_loss(lambda w, x: mean_over(x, w, count=len(x)).sum(), w, x), 2)
+    assert_same(lambda w, x: mean_over(x, w, count=8).sum(), w, x, ((2, 1), (4, 1)))
+
+
 def test_balance_over_the_batch_needs_the_batch() -> None:
     def loss(model: Any, tokens: Any) -> Any:
         results, load = mixture(model, tokens)

@@ -4,13 +4,14 @@ Both programs are walked together. Where they differ in more than sizes, the los
 in a way that no part of the batch could follow, and it is refused.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import attrs
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from shardrules.analysis.compiling.jaxprs import programs_in
 from shardrules.analysis.compiling.source import equation_line
 from shardrules.core.errors import MicrobatchError
 from shardrules.planning.traced.calls import open_jaxpr
@@ -157,12 +158,29 @@ def _other_params(equation: Any, other: Any, counts: Counts) -> str:
     """Which parameters of two equations differ in more than sizes."""
     if equation.primitive.name == "pallas_call":
         return _other_kernel(equation, other, counts)
+    if equation.primitive.name == "region":
+        numbers, others = (list(_numbers(each.params["program"])) for each in (equation, other))
+        if numbers != others:
+            return f"{_text(equation)} computes with other numbers in each, which depend on how many examples there are"
     for key, value in equation.params.items():
         if (equation.primitive.name, key) in _TEXTS:
             continue
         if not _alike(value, other.params[key], counts, key in _SIZES):
             return f"{key} of {_text(equation)} is {value} in the first and {other.params[key]} in the second"
     return ""
+
+
+def _numbers(program: ClosedJaxpr | Jaxpr) -> Iterator[tuple[str, str]]:
+    """Yields the numbers in a program, and what reads each.
+
+    Integers are left out: positions and sizes, by which a region sorts and pads, grow with the number of examples.
+    """
+    for equation in open_jaxpr(program).eqns:
+        for var in equation.invars:
+            if isinstance(var, Literal) and np.issubdtype(np.asarray(var.val).dtype, np.inexact):
+                yield equation.primitive.name, str(var.val)
+        for body in programs_in(equation):
+            yield from _numbers(body)
 
 
 _SIZES_OF_KERNELS = ("grid_mapping", "out_avals", "cost_estimate")
