@@ -12,7 +12,7 @@ from shardrules.core.axes import AnyMesh, mesh_sizes
 from shardrules.core.context import current_mesh
 from shardrules.core.errors import ConfigTypeError, NoMeshError, printable, shortened
 from shardrules.core.leaf import Leaf
-from shardrules.core.spec import array_bytes, axis_names, packs, part_count, shard_shape
+from shardrules.core.spec import array_bytes, axis_names, packs, part_count, shard_bytes, shard_shape
 from shardrules.core.tree import flatten_specs, survey
 
 
@@ -27,7 +27,13 @@ class PlacedLeaf:
     @property
     def device_bytes(self) -> int:
         """The bytes of the largest shard. Axes that the mesh lacks split nothing."""
-        return self.leaf.shard_bytes(self.spec, mesh_sizes(self.leaf.mesh))
+        sizes = mesh_sizes(self.leaf.mesh)
+        return shard_bytes(self.leaf.shape, self.leaf.dtype, self.spec, sizes, packed=self._is_packed)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole array."""
+        return array_bytes(self.leaf.shape, self.leaf.dtype, packed=self._is_packed)
 
     @property
     def shards_bytes(self) -> int:
@@ -41,12 +47,15 @@ class PlacedLeaf:
             [(full, dim // full), (dim % full, 1)] if dim % full else [(full, dim // full)]
             for dim, full in zip(self.leaf.shape, largest, strict=True)
         ]
-        packed = packs(self.leaf.mesh, self.leaf.dtype)
         return sum(
-            array_bytes(tuple(size for size, _ in shard), self.leaf.dtype, packed=packed)
+            array_bytes(tuple(size for size, _ in shard), self.leaf.dtype, packed=self._is_packed)
             * math.prod(count for _, count in shard)
             for shard in itertools.product(*cuts)
         )
+
+    @property
+    def _is_packed(self) -> bool:
+        return packs(self.leaf.mesh, self.leaf.dtype)
 
     @property
     def is_split(self) -> bool:

@@ -121,8 +121,8 @@ def sharding_report(leaves: Sequence[PlacedLeaf], mesh: AnyMesh | None, largest:
         element_count=sum(leaf.leaf.size for leaf in leaves),
         sharded_array_count=len(split),
         sharded_element_count=sum(leaf.leaf.size for leaf in split),
-        total_bytes=sum(leaf.leaf.nbytes for leaf in leaves),
-        sharded_bytes=sum(leaf.leaf.nbytes for leaf in split),
+        total_bytes=sum(leaf.nbytes for leaf in leaves),
+        sharded_bytes=sum(leaf.nbytes for leaf in split),
         device_bytes=sum(leaf.device_bytes for leaf in leaves),
         stored_bytes=stored_bytes,
         axes=tuple(_axis_use(name, size, split) for name, size in sizes.items()),
@@ -132,7 +132,7 @@ def sharding_report(leaves: Sequence[PlacedLeaf], mesh: AnyMesh | None, largest:
 
 def _axis_use(axis: str, size: int, split: Sequence[PlacedLeaf]) -> AxisUse:
     users = [leaf for leaf in split if axis in axis_names(leaf.spec)]
-    return AxisUse(axis, size, len(users), sum(leaf.leaf.nbytes for leaf in users))
+    return AxisUse(axis, size, len(users), sum(leaf.nbytes for leaf in users))
 
 
 def _largest_replicated(replicated: Sequence[PlacedLeaf], largest: int) -> tuple[ReplicatedLeaf, ...]:

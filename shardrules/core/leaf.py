@@ -18,7 +18,6 @@ from shardrules.core.spec import (
     canonical,
     entries,
     make_spec,
-    packs,
     shard_bytes,
     spec_code,
     spec_key,
@@ -144,8 +143,8 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole array, as XLA would allocate them."""
-        return array_bytes(self.shape, self.dtype, packed=packs(self.mesh, self.dtype))
+        """The bytes of the whole array, as XLA would allocate them; on all devices the same, so that plans are, too."""
+        return array_bytes(self.shape, self.dtype, packed=True)
 
     def shard_bytes(self, spec: PartitionSpec, sizes: Mapping[str, int] | None = None) -> int:
         """Returns the bytes that the largest shard takes on one device.
@@ -160,7 +159,7 @@ class Leaf:
         Bytes, as XLA would allocate them.
         """
         sizes = self.sizes if sizes is None else sizes
-        return shard_bytes(self.shape, self.dtype, spec, sizes, packed=packs(self.mesh, self.dtype))
+        return shard_bytes(self.shape, self.dtype, spec, sizes)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -62,7 +62,7 @@ def test_uneven_parts_are_named_on_every_process(processes: int, devices: int) -
             rows = 8 - process
             attempt({"x": np.ones((rows, 3)), "y": [np.ones(8)]})
             attempt({"x": np.ones(8)} if process else {"z": np.ones(8)})
-            attempt({"x": np.ones(8, np.int32 if process else np.float32), "s": "a"})
+            attempt({"x": np.ones(8, np.int32 if process else np.float32)})
             attempt({"x": np.ones(8)} if process else {"x": jax.ShapeDtypeStruct((8,), np.float64)})
             attempt({"x": np.ones(3)})
             sr.place_batch({"x": np.ones(8)}, P("data"), mesh)
@@ -71,13 +71,13 @@ def test_uneven_parts_are_named_on_every_process(processes: int, devices: int) -
             devices=devices,
         )
     )
-    parts = ", ".join(f"process {process} has ({8 - process}, 3) float64" for process in range(processes))
+    parts = ", ".join(f"process {process} has ({8 - process}, 3) float32" for process in range(processes))
     start = (
         "DisagreementError place_batch: the parts of the processes differ; drop or pad what is left over at the end:"
     )
     for process, printed in enumerate(lines):
         assert printed[0] == f"{start}|  x: {parts}"
-        assert printed[1].startswith(f"{start}|  z: process 0 has (8,) float64, process 1 has none")
+        assert printed[1].startswith(f"{start}|  z: process 0 has (8,) float32, process 1 has none")
         assert printed[2].startswith(f"{start}|  x: process 0 has (8,) float32, process 1 has (8,) int32")
         if process:
             assert printed[3].startswith("DisagreementError place_batch: other processes failed to make their part")
