@@ -92,7 +92,7 @@ def compiled_bytes(mesh: Mesh, tree: Any, specs: Any) -> int:
 
 def device_bytes(mesh: Mesh, tree: Any, specs: Any) -> int:
     """What arrays that are placed take on the fullest device."""
-    held: dict[int, int] = {}
+    totals: dict[int, int] = {}
     for x, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True):
         dtype = jax.typeof(x).dtype
         is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
@@ -100,11 +100,11 @@ def device_bytes(mesh: Mesh, tree: Any, specs: Any) -> int:
         array = jax.random.key_data(jax.random.split(jax.random.key(0, impl=dtype._impl.name), 1)) if is_key else None
         placed = jax.device_put(np.zeros(x.shape, dtype), sharding) if array is None else None
         for shard in [] if placed is None else placed.addressable_shards:
-            held[shard.device.id] = held.get(shard.device.id, 0) + shard.data.on_device_size_in_bytes()
+            totals[shard.device.id] = totals.get(shard.device.id, 0) + shard.data.on_device_size_in_bytes()
         if array is not None:
             shard = math.prod(sharding.shard_shape(x.shape)) * array.nbytes
-            held |= {device.id: held.get(device.id, 0) + shard for device in mesh.devices.flat}
-    return max(held.values(), default=0)
+            totals |= {device.id: totals.get(device.id, 0) + shard for device in mesh.devices.flat}
+    return max(totals.values(), default=0)
 
 
 @pytest.mark.sample(16)

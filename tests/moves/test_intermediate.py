@@ -700,16 +700,16 @@ def test_results_share_memory_with_arguments_unless_told_not_to(goes_directly: b
     source = placed("fsdp:8", "fsdp")
     target = source if goes_directly else other_names("tp:4", None, "tp")
     x = jax.device_put(np.arange(64).reshape(8, 8), source)
-    told: list[Any] = []
+    arguments: list[Any] = []
 
     def send(arrays: list[jax.Array], shardings: list[Sharding], *, donate: bool, **kwargs: Any) -> list[jax.Array]:
-        told.append(kwargs)
+        arguments.append(kwargs)
         return jax.device_put(arrays, shardings, donate=donate)
 
     moved = reshard_with_intermediate_sharding_generic(
         x, source, target, jax_array_reshard_fn=send, may_alias=may_alias, retries=3
     )
-    assert told == [{"retries": 3}]
+    assert arguments == [{"retries": 3}]
     assert moved.sharding == target
     np.testing.assert_array_equal(moved, x)
     is_shared = any(name in [*buffers_of(x)] for name in buffers_of(moved))

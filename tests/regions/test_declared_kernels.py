@@ -114,7 +114,7 @@ def test_plans_gather_nothing_for_a_kernel(kernel: Kernel) -> None:
     if kernel.script == "declared_attention":
         assert payloads == []
     else:  # gradients are sums, and weights stay where they are
-        assert 0 < max(payloads, default=1) < 2 * math.prod(kernel.shapes[1])
+        assert 0 < max(payloads, default=1) <= 2 * math.prod(kernel.shapes[1])
 
 
 @pytest.mark.slow

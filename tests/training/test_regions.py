@@ -237,8 +237,8 @@ def test_planned_mixtures_train_as_written(options: Any, capacity: int | None) -
         return jnp.mean((x - jnp.sin(tokens)) ** 2)
 
     def make() -> Any:
-        one = {**experts(), "scale": jnp.ones(WIDTH)}
-        return jax.tree.map(lambda array: 0.3 * jnp.stack([array] * 4), one)
+        layer_params = {**experts(), "scale": jnp.ones(WIDTH)}
+        return jax.tree.map(lambda array: 0.3 * jnp.stack([array] * 4), layer_params)
 
     optimizer, tokens = optax.sgd(0.1), jnp.tile(TOKENS, (4, 1, 1))
     plan = sr.plan_training(loss, make(), optimizer, tokens, cluster=jax.devices()[:2], time_limit=300, **options)

@@ -61,9 +61,9 @@ class Remarks:
 
     def each(self, subject: str, findings: Iterable[Finding]) -> tuple[Finding, ...]:
         """Returns findings as far as they can be said."""
-        said: list[Finding] = []
-        self.of(subject, lambda: said.extend(findings), None, "warning")  # what came before an error stays
-        return tuple(said)
+        results: list[Finding] = []
+        self.of(subject, lambda: results.extend(findings), None, "warning")  # what came before an error stays
+        return tuple(results)
 
 
 @final

@@ -193,11 +193,11 @@ def test_what_compilers_fail_at_is_returned_unless_something_is_proved(monkeypat
     assert not plan.is_compiled
     assert not any(trial.is_chosen for trial in plan.compiled)
     assert "as compiled of" not in str(plan)
-    found = {finding.code: finding for finding in plan.findings}
-    assert found["not-compiled"].message.startswith("the compiler failed at this plan, which is modelled to take")
-    assert "others were compiled, and need " in found["not-compiled"].message
-    assert "at 1 of 6 plans, of which nothing is proved: the compiler fails: INT" in found["compiler-failed"].message
-    assert "does-not-fit" not in found
+    by_code = {finding.code: finding for finding in plan.findings}
+    assert by_code["not-compiled"].message.startswith("the compiler failed at this plan, which is modelled to take")
+    assert "others were compiled, and need " in by_code["not-compiled"].message
+    assert "at 1 of 6 plans, of which nothing is proved: the compiler fails: INT" in by_code["compiler-failed"].message
+    assert "does-not-fit" not in by_code
 
 
 def test_what_is_proved_comes_before_what_compilers_fail_at(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,11 +214,11 @@ def test_a_copy_of_a_grouped_matmul_is_a_kernel_like_others(tmp_path: pathlib.Pa
     copy = tmp_path / "megablox" / "gmm.py"
     copy.parent.mkdir()
     copy.write_text(inspect.getsource(module), encoding="utf-8")
-    own = runpy.run_path(str(copy), {"__package__": module.__package__}, module.__name__)
+    copied = runpy.run_path(str(copy), {"__package__": module.__package__}, module.__name__)
 
     def text(gmm: Any) -> str:
         ((equation, unused),) = kernels_in(jax.make_jaxpr(lambda *args: gmm(*args, tiling=(8, 8, 8)))(*arrays))
         return text_of(op_factors(equation, unused))
 
     assert text(module.gmm).startswith(",.,.,.,.,a.")
-    assert text(own["gmm"]) == ",.,.,.,.,..,..a -> .a"
+    assert text(copied["gmm"]) == ",.,.,.,.,..,..a -> .a"

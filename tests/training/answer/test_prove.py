@@ -109,15 +109,15 @@ def test_the_plan_without_proof_is_compiled_first_and_the_fastest_whatever_the_m
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     search, calls = tight_search(), list[Outcome]()
-    own, limit = search.best, search.problem.limit_bytes
-    assert own is not None
+    unproved, limit = search.best, search.problem.limit_bytes
+    assert unproved is not None
     proved_by(monkeypatch, lambda outcome: limit, calls)
     plan = proved_plan(search, 1)
-    assert calls[0] is own
+    assert calls[0] is unproved
     assert not calls[1].fits
-    assert calls[1].seconds < own.seconds
+    assert calls[1].seconds < unproved.seconds
     assert plan.report.cost == pytest.approx(calls[1].seconds)
-    assert plan.report.cost < own.seconds
+    assert plan.report.cost < unproved.seconds
     assert plan.candidates[0].fits
     assert plan.candidates[0].reason == ""
     assert sum(not candidate.reason for candidate in plan.candidates) == 1
@@ -126,29 +126,29 @@ def test_the_plan_without_proof_is_compiled_first_and_the_fastest_whatever_the_m
 
 def test_the_plan_without_proof_is_kept_where_nothing_better_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     search = tight_search()
-    own, limit = search.best, search.problem.limit_bytes
-    assert own is not None
-    proved_by(monkeypatch, lambda outcome: limit if outcome is own else 2 * limit)
+    unproved, limit = search.best, search.problem.limit_bytes
+    assert unproved is not None
+    proved_by(monkeypatch, lambda outcome: limit if outcome is unproved else 2 * limit)
     plan = proved_plan(search, 3)
-    assert plan.report.cost == pytest.approx(own.seconds)
-    assert plan.report.mesh == own.mesh
+    assert plan.report.cost == pytest.approx(unproved.seconds)
+    assert plan.report.mesh == unproved.mesh
     assert plan.compiled[0].fits
     assert len(plan.compiled) > 1
 
 
 def test_what_compilers_fail_at_is_returned_unless_something_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
     search = tight_search()
-    own, limit = search.best, search.problem.limit_bytes
-    assert own is not None
+    unproved, limit = search.best, search.problem.limit_bytes
+    assert unproved is not None
     failure = CompileError("the compiler fails")
-    proved_by(monkeypatch, lambda outcome: failure if outcome is own else 2 * limit)
+    proved_by(monkeypatch, lambda outcome: failure if outcome is unproved else 2 * limit)
     plan = proved_plan(search, 2)
-    assert plan.report.cost == pytest.approx(own.seconds)
+    assert plan.report.cost == pytest.approx(unproved.seconds)
     assert codes(plan)["not-compiled"].startswith("the compiler failed at this plan, which is modelled to take")
     assert "compiled, and need" in codes(plan)["not-compiled"]
     assert "of which nothing is proved: the compiler fails" in codes(plan)["compiler-failed"]
     assert not any(proof.fits for proof in plan.compiled)
-    proved_by(monkeypatch, lambda outcome: failure if outcome is own else limit)
+    proved_by(monkeypatch, lambda outcome: failure if outcome is unproved else limit)
     plan = proved_plan(tight_search(), 2)
     assert plan.compiled[0].fits
     assert "compiled" in codes(plan)
