@@ -180,13 +180,16 @@ def _with_keys(op: OpSignature) -> Loops | None:
 
 
 def _gamma(op: OpSignature) -> Loops | None:
-    """Threefry: each key draws for its own elements, by their positions, and each device computes those that it needs.
-    Others: everything is whole."""
+    """Threefry: one key draws for its elements by their positions, and each device computes those that it needs. What
+    each of several keys draws is whole, since compilers gather it. Others: everything is whole."""
     keys, result = op.operands[0], op.results[0]
     if op.dtypes[0] != "key<fry>" and result:
         return _whole(op)
+    if keys:
+        dims = [*range(len(keys)), *([None] * (len(result) - len(keys)))]
+        return Loops([dims[: len(keys)], dims], [dims])
     dims = range(len(result))
-    return Loops([dims[: len(keys)], dims], [dims], positional=dims[len(keys) :])
+    return Loops([[], dims], [dims], positional=dims)
 
 
 def _key_data(op: OpSignature) -> Loops | None:
