@@ -295,6 +295,7 @@ def lacking_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(jax.stages.Lowered, "compile", compile_with)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lacking_tiles")
 def test_where_xla_lacks_tiles_the_error_names_the_flag() -> None:
     mesh = mesh_on(CUDA, "data:8")
