@@ -13,12 +13,11 @@ from typing import Any, final
 
 import attrs
 import jax
+import jax.numpy as jnp
 
 from shardrules.analysis.compiling.jaxprs import equations, programs_in
 from shardrules.planning.traced.calls import open_jaxpr
 from shardrules.planning.traced.factors.loops import Loops, OpSignature, whole
-
-_DIVISIONS = ("div", "floor_divide")
 
 
 @final
@@ -148,11 +147,22 @@ def _is_in(var: Any, variables: dict[Any, int | None]) -> bool:
 
 def _divided(equation: Any, position: Any) -> int | None:
     """By what an equation divides a position; `None` where it does anything else."""
-    name = equation.params.get("name", equation.primitive.name)
-    if name not in _DIVISIONS or len(equation.invars) != 2 or equation.invars[0] is not position:
+    if not _is_division(equation) or equation.invars[0] is not position:
         return None
     divisor = getattr(equation.invars[1], "val", None)
     return None if divisor is None else int(divisor)
+
+
+def _is_division(equation: Any) -> bool:
+    """Whether an equation is `//`, or `jax.lax.div`, which is the same for positions. A call is known by its program:
+    its name may be that of another function."""
+    if equation.primitive.name == "div":
+        return True
+    if equation.params.get("name") != "floor_divide":
+        return False
+    structs = (jax.ShapeDtypeStruct((), var.aval.dtype, weak_type=var.aval.weak_type) for var in equation.invars)
+    (call,) = jax.make_jaxpr(jnp.floor_divide)(*structs).eqns
+    return str(call.params["jaxpr"]) == str(equation.params["jaxpr"])
 
 
 def _asks_for_position(params: Mapping[str, Any], axis: int) -> bool:
