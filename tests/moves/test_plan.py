@@ -54,7 +54,7 @@ def non_zero(amounts: dict[int, int]) -> dict[int, int]:
 @pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4, jnp.int2, jnp.float4_e2m1fn])
 @pytest.mark.parametrize("start", [ROWS, None])
 def test_small_dtypes_count_as_the_devices_hold_them(start: Sharding | None, dtype: Any) -> None:
-    values = np.zeros((8, 6), dtype)
+    values = np.zeros((8, 8), dtype)
     plan = sr.plan_reshard(values if start is None else jax.device_put(values, start), NamedSharding(LINE, P()))
     (move,) = plan.moves
     placed = jax.device_put(values, NamedSharding(LINE, P()))
