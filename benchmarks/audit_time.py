@@ -141,7 +141,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         jax.clear_caches()
         start = time.perf_counter()
-        report = sr.ShardingAnalyzer().audit(step, *args, **shardings, target=case.target)
+        report = sr.audit(step, *args, **shardings, target=case.target)
         compiling.append(report.compile_seconds)
         reading.append(time.perf_counter() - start - report.compile_seconds)
         playing.append(play_seconds(report))
@@ -165,10 +165,10 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
 
 def play_seconds(report: Any) -> float:
     """How long playing the schedule of a report takes, once its kernels and collectives are read."""
-    from shardrules.analysis.program.flops import find_matmuls
-    from shardrules.analysis.program.kernels import find_kernels
-    from shardrules.analysis.program.program import read_program
-    from shardrules.analysis.schedule.schedule import play_schedule
+    from shardrules.programs.compiled.flops import find_matmuls
+    from shardrules.programs.compiled.kernels import find_kernels
+    from shardrules.programs.compiled.program import read_program
+    from shardrules.programs.costs.schedule import play_schedule
 
     program = read_program(report.hlo_text)
     kernels = find_kernels(program, find_matmuls(program))

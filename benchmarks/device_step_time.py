@@ -89,9 +89,7 @@ def measure(name: str, target: str, sheet: Any, smoke: bool) -> tuple[Row, Any]:
     def step(state: Any, batch: Any) -> Any:
         return eqx.filter(model_step(*eqx.combine((state, batch), static)), eqx.is_array)
 
-    report = sr.ShardingAnalyzer(sr.mesh_shape("data:1")).audit(
-        step, state, batch, donate_argnums=0, target=target, hardware=sheet
-    )
+    report = sr.audit(step, state, batch, mesh=sr.mesh_shape("data:1"), donate_argnums=0, target=target, hardware=sheet)
     run = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
 
     def again(count: int) -> float:
@@ -119,7 +117,7 @@ def default_target() -> str:
     """What an audit calls the first device that is here."""
     import jax
 
-    from shardrules.analysis.machine.kinds import sheet_name
+    from shardrules.programs.machine.kinds import sheet_name
 
     device = jax.devices()[0]
     name = sheet_name(device.platform, device.device_kind)

@@ -123,7 +123,7 @@ class Case:
 
     def _row(self, name: str, step: Any, args: Any) -> Row:
         start = time.perf_counter()
-        report = sr.ShardingAnalyzer(self.mesh).audit(step, *args, target=self.target)
+        report = sr.audit(step, *args, mesh=self.mesh, target=self.target)
         return Row(
             *(self.mixture.kind, self.target, self.mesh_text, name),
             1e3 * report.step_time(),

@@ -33,13 +33,13 @@ from keep_models import MODELS, NAMES, Layer
 from plan_models.compiled import Cache
 
 import shardrules as sr
-from shardrules.analysis.program.collectives import find_collectives
-from shardrules.analysis.program.flops import find_matmuls
-from shardrules.analysis.program.kernels import find_kernels
-from shardrules.analysis.program.program import read_program
-from shardrules.analysis.schedule.schedule import play_schedule
-from shardrules.training.keep.apply import with_kept
-from shardrules.training.keep.choices import keep_choices
+from shardrules.programs.compiled.collectives import find_collectives
+from shardrules.programs.compiled.flops import find_matmuls
+from shardrules.programs.compiled.kernels import find_kernels
+from shardrules.programs.compiled.program import read_program
+from shardrules.programs.costs.schedule import play_schedule
+from shardrules.programs.training.keep.apply import with_kept
+from shardrules.programs.training.keep.choices import keep_choices
 
 WORST_LIMIT = 1.00
 """The most that the best choice within a budget may take, over the best expert's, apart from the order of sums."""

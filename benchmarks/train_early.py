@@ -39,7 +39,7 @@ def expert_figure(case: Any, name: str) -> dict[str, Any]:
     from jax.sharding import PartitionSpec as P
 
     import shardrules as sr
-    from shardrules.training.step import TrainingStep
+    from shardrules.programs.training.step import TrainingStep
 
     target = sr.Target.parse(case.cluster)
     mesh = target.mesh(sr.mesh_shape(f"data:{target.count}"))
@@ -65,7 +65,7 @@ def expert_figure(case: Any, name: str) -> dict[str, Any]:
     batch = jax.tree.map(lambda leaf: leaf.update(sharding=rows), case.batch)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (model, state))
     compiled = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*shardings, None, None))
-    report = sr.ShardingAnalyzer(mesh).audit(compiled, model, state, batch, target=case.cluster)
+    report = sr.audit(compiled, model, state, batch, mesh=mesh, target=case.cluster)
     return {"name": name, "ms": 1e3 * report.time.seconds, "peak_bytes": report.peak_bytes, "fits": report.fits}
 
 

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardrules import errors, meshes, presets, reports, specs
-    from shardrules.analysis.analyzer import ShardingAnalyzer
-    from shardrules.analysis.expect import assert_collectives, assert_fits, assert_plan_matches
-    from shardrules.analysis.fits import fits, largest_batch
-    from shardrules.analysis.machine.hardware import Hardware
-    from shardrules.analysis.machine.targets import Target
-    from shardrules.analysis.program.kernel_costs import kernel_cost
-    from shardrules.attention.attention import sharded_attention
-    from shardrules.core.context import current_mesh
+    from shardrules.checkpoints.equinox import load_equinox
+    from shardrules.checkpoints.orbax import load_orbax
+    from shardrules.checkpoints.safetensors import load_safetensors
+    from shardrules.checkpoints.save_equinox import save_equinox
+    from shardrules.checkpoints.save_orbax import save_orbax
+    from shardrules.checkpoints.save_safetensors import save_safetensors
+    from shardrules.checks.analyzer import ShardingAnalyzer
     from shardrules.core.finding import Finding
     from shardrules.core.leaf import Decision, Leaf
     from shardrules.core.leaves import Leaves, Verdict
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
         decide,
     )
     from shardrules.core.tree import leaf_paths
-    from shardrules.experts.expert_exchange import expert_exchange
+    from shardrules.drawing.plans import picture
     from shardrules.mesh.creation import create_mesh
     from shardrules.mesh.processes import barrier_sync
     from shardrules.mesh.shape import mesh_shape
@@ -43,17 +42,9 @@ if TYPE_CHECKING:
     from shardrules.moves.move import reshard
     from shardrules.moves.prepare import plan_reshard
     from shardrules.page.page import report_page
-    from shardrules.pipelines.pipeline import pipeline
-    from shardrules.pipelines.schedule import PipelineSchedule
     from shardrules.placement.agree import check_same_plan
     from shardrules.placement.batches.batch import place_batch
     from shardrules.placement.batches.prefetch import place_batches
-    from shardrules.placement.checkpoints.equinox import load_equinox
-    from shardrules.placement.checkpoints.orbax import load_orbax
-    from shardrules.placement.checkpoints.safetensors import load_safetensors
-    from shardrules.placement.checkpoints.save_equinox import save_equinox
-    from shardrules.placement.checkpoints.save_orbax import save_orbax
-    from shardrules.placement.checkpoints.save_safetensors import save_safetensors
     from shardrules.placement.constrain import constrain, logical_axes, with_sharding_constraint
     from shardrules.placement.functions.jit import filter_jit
     from shardrules.placement.functions.shard_map import filter_shard_map
@@ -61,10 +52,21 @@ if TYPE_CHECKING:
     from shardrules.placement.init import filter_init
     from shardrules.placement.shard import filter_shard
     from shardrules.placement.source import ArraySource
-    from shardrules.planning.autoplan import autoplan
-    from shardrules.planning.graph.machine import Assumptions
-    from shardrules.regions.check import check_region
-    from shardrules.regions.region import alternatives, region
+    from shardrules.programs.attention.attention import sharded_attention
+    from shardrules.programs.audits.audit import audit
+    from shardrules.programs.audits.expect import assert_collectives, assert_fits, assert_plan_matches
+    from shardrules.programs.audits.fits import fits, largest_batch
+    from shardrules.programs.autoplan.autoplan import autoplan
+    from shardrules.programs.autoplan.graph.machine import Assumptions
+    from shardrules.programs.compiled.kernel_costs import kernel_cost
+    from shardrules.programs.experts.expert_exchange import expert_exchange
+    from shardrules.programs.machine.hardware import Hardware
+    from shardrules.programs.machine.targets import Target
+    from shardrules.programs.pipelines.pipeline import pipeline
+    from shardrules.programs.pipelines.schedule import PipelineSchedule
+    from shardrules.programs.regions.check import check_region
+    from shardrules.programs.regions.region import alternatives, region
+    from shardrules.programs.training.plan_training import plan_training
     from shardrules.rules.auto import AutoShardingRule
     from shardrules.rules.composite import CompositeShardingRule
     from shardrules.rules.dim import DimShardingRule
@@ -77,8 +79,7 @@ if TYPE_CHECKING:
     from shardrules.rules.replicate import ReplicateShardingRule
     from shardrules.rules.shape_based import ShapeBasedShardingRule
     from shardrules.rules.stacked import StackedShardingRule
-    from shardrules.rules.text import DEFAULT_OPS, Ops, parse_rule, register_op
-    from shardrules.training.plan_training import plan_training
+    from shardrules.rules.text import DEFAULT_OPS, parse_rule, register_op
 
 __version__ = "0.1.0"
 
@@ -151,14 +152,12 @@ __all__ = [
     "parse_rule",
     "register_op",
     "DEFAULT_OPS",
-    "Ops",
     # Plans
     "ShardingPlan",
     "Finding",
     # Meshes
     "create_mesh",
     "mesh_shape",
-    "current_mesh",
     # Placement
     "filter_shard",
     "filter_init",
@@ -187,6 +186,7 @@ __all__ = [
     "check_same_plan",
     # Analysis
     "ShardingAnalyzer",
+    "audit",
     "Target",
     "Hardware",
     "kernel_cost",
@@ -209,6 +209,7 @@ __all__ = [
     "plan_training",
     "Assumptions",
     # Pages
+    "picture",
     "report_page",
     # Rooms
     "errors",

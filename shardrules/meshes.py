@@ -1,6 +1,6 @@
 """Helpers for meshes: from text, over processes and slices, derived from another mesh, after the loss of devices."""
 
-from shardrules.core.context import get_incontext_mesh, names_in_current_mesh
+from shardrules.core.context import current_mesh, get_incontext_mesh, names_in_current_mesh
 from shardrules.mesh.axes import (
     get_axes_size_in_mesh,
     get_mesh_axis_names,
@@ -31,6 +31,7 @@ __all__ = [
     "cpu_context",
     "create_cpu_mesh",
     "create_device_mesh",
+    "current_mesh",
     "fold_axes",
     "force_cpu",
     "get_axes_size_in_mesh",

@@ -1,40 +1,46 @@
 """What functions of shardrules return: reports, differences, pictures and plans of whole functions."""
 
-from shardrules.analysis.audits.diff import ArrayChange, AuditDiff, CollectivesChange, FigureChange
-from shardrules.analysis.audits.memory import MemoryUse
-from shardrules.analysis.audits.modules import ModuleCost
-from shardrules.analysis.audits.report import AuditedArray, AuditReport
-from shardrules.analysis.fits import BatchSearch, Fit
-from shardrules.analysis.profile.comparison import ComparedTime, DeviceTime, MissingPart, TraceComparison, UnmatchedTime
-from shardrules.analysis.program.collectives import Collective, Total
-from shardrules.analysis.program.kernel_costs import KernelCost
-from shardrules.analysis.program.program import Source
-from shardrules.analysis.report import AxisUse, ReplicatedLeaf, ShardingReport
-from shardrules.analysis.schedule.schedule import LineTime
-from shardrules.analysis.schedule.step_time import StepTime
-from shardrules.analysis.schedule.timeline import Event, Timeline
+from shardrules.checks.report import AxisUse, ReplicatedLeaf, ShardingReport
+from shardrules.core.source import Source
+from shardrules.core.views.blocks import Block, Blocks
 from shardrules.core.views.diff import Change, Placement, Placements, PlanDiff
 from shardrules.core.views.table import Row, Totals
-from shardrules.drawing.blocks import Block, Blocks
 from shardrules.drawing.picture import Picture
-from shardrules.experts.expert_exchange import ExpertLoad
 from shardrules.moves.plan import LeafMove, ReshardPlan
-from shardrules.pipelines.simulate import PipelineTimes
 from shardrules.placement.batches.prefetch import PlacedBatches
 from shardrules.placement.functions.jit import FilterJit
 from shardrules.placement.functions.shard_map import FilterShardMap
 from shardrules.placement.functions.stages import CompiledFunction, LoweredFunction
-from shardrules.planning.answer.diff import AutoPlanDiff
-from shardrules.planning.answer.explain import Alternative, ArrayUse, RegionUse, SplitDim
-from shardrules.planning.answer.frontier import Frontier, FrontierPoint
-from shardrules.planning.answer.plan import AutoPlan, Candidate, CompiledPlan
-from shardrules.planning.answer.report import AutoPlanReport
-from shardrules.planning.run.replay import PlannedFunction
-from shardrules.regions.region import RegionFunction
+from shardrules.programs.audits.diff import ArrayChange, AuditDiff, CollectivesChange, FigureChange
+from shardrules.programs.audits.fits import BatchSearch, Fit
+from shardrules.programs.audits.memory import MemoryUse
+from shardrules.programs.audits.modules import ModuleCost
+from shardrules.programs.audits.report import AuditedArray, AuditReport
+from shardrules.programs.autoplan.answer.diff import AutoPlanDiff
+from shardrules.programs.autoplan.answer.explain import Alternative, ArrayUse, RegionUse, SplitDim
+from shardrules.programs.autoplan.answer.frontier import Frontier, FrontierPoint
+from shardrules.programs.autoplan.answer.plan import AutoPlan, Candidate, CompiledPlan
+from shardrules.programs.autoplan.answer.report import AutoPlanReport
+from shardrules.programs.autoplan.run.replay import PlannedFunction
+from shardrules.programs.compiled.collectives import Collective, Total
+from shardrules.programs.compiled.kernel_costs import KernelCost
+from shardrules.programs.costs.schedule import LineTime
+from shardrules.programs.costs.step_time import StepTime
+from shardrules.programs.costs.timeline import Event, Timeline
+from shardrules.programs.experts.expert_exchange import ExpertLoad
+from shardrules.programs.pipelines.simulate import PipelineTimes
+from shardrules.programs.profiles.comparison import (
+    ComparedTime,
+    DeviceTime,
+    MissingPart,
+    TraceComparison,
+    UnmatchedTime,
+)
+from shardrules.programs.regions.region import RegionFunction
+from shardrules.programs.training.answer.plan import TrainingPlan
+from shardrules.programs.training.answer.prove import ProvedPlan
+from shardrules.programs.training.answer.report import Advice, TrainingCandidate, TrainingPlanReport
 from shardrules.rules.files.rules_file import Limits, RulesFile
-from shardrules.training.answer.plan import TrainingPlan
-from shardrules.training.answer.prove import ProvedPlan
-from shardrules.training.answer.report import Advice, TrainingCandidate, TrainingPlanReport
 
 __all__ = [
     "Advice",

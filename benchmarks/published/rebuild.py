@@ -13,16 +13,16 @@ import shardrules as sr
 from published.attention import BATCH, RATES
 from published.decoder import Decoder, state_shapes, weight_shapes, weight_specs
 from published.rows import Row
-from shardrules.analysis.compiling.kernel_calls import find_kernel_calls
-from shardrules.analysis.costs.attention import is_attention
-from shardrules.analysis.costs.matmul import flops_seconds
-from shardrules.analysis.program.collectives import find_collectives
-from shardrules.analysis.program.flops import Matmul, find_matmuls
-from shardrules.analysis.program.kernel_costs import KernelFacts
-from shardrules.analysis.program.kernels import find_kernels
-from shardrules.analysis.program.program import read_program
-from shardrules.analysis.schedule.schedule import play_schedule
-from shardrules.analysis.schedule.step_time import StepTime
+from shardrules.programs.compiled.collectives import find_collectives
+from shardrules.programs.compiled.flops import Matmul, find_matmuls
+from shardrules.programs.compiled.kernel_costs import KernelFacts
+from shardrules.programs.compiled.kernels import find_kernels
+from shardrules.programs.compiled.program import read_program
+from shardrules.programs.compiling.kernel_calls import find_kernel_calls
+from shardrules.programs.costs.attention import is_attention
+from shardrules.programs.costs.matmul import flops_seconds
+from shardrules.programs.costs.schedule import play_schedule
+from shardrules.programs.costs.step_time import StepTime
 
 
 @final
@@ -85,9 +85,10 @@ def audit(row: Row, decoder: Decoder) -> sr.reports.AuditReport:
     arguments = _arguments(row)
     plan = sr.SpecTreeShardingRule(weight_specs(row.dims, row.recipe, row.length)).plan(arguments[0], mesh)
     spec = P(None, BATCH) if row.recipe.accumulations > 1 else P(BATCH)
-    return sr.ShardingAnalyzer(mesh).audit(
+    return sr.audit(
         decoder.step,
         *arguments,
+        mesh=mesh,
         target=row.compiled_for,
         plan=plan,
         in_shardings=(None, None, spec, spec),

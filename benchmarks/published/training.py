@@ -14,12 +14,12 @@ from published.attention import BATCH
 from published.decoder import Decoder, weight_shapes, weight_specs
 from published.rebuild import audit
 from published.rows import Row
-from shardrules.planning.graph.machine import Assumptions
-from shardrules.planning.query import QueryOptions
+from shardrules.programs.autoplan.graph.machine import Assumptions
+from shardrules.programs.autoplan.query import QueryOptions
+from shardrules.programs.training.cluster import Cluster
+from shardrules.programs.training.search.problem import Outcome, TrainingProblem, plan_once
+from shardrules.programs.training.step import Recipe, TrainingStep
 from shardrules.reports import AuditReport
-from shardrules.training.cluster import Cluster
-from shardrules.training.search.problem import Outcome, TrainingProblem, plan_once
-from shardrules.training.step import Recipe, TrainingStep
 
 
 @final

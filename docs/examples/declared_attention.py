@@ -59,7 +59,7 @@ def main() -> None:
     step = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
     gradients = step(*placed)
     expected = jax.grad(lambda *qkv: (plain_attention(*qkv) ** 2).sum(), argnums=(0, 1, 2))(q, k, v)
-    report = sr.ShardingAnalyzer(mesh).audit(step, *placed)
+    report = sr.audit(step, *placed, mesh=mesh)
     print("sent:", *((collective.kind, collective.axes) for collective in report.collectives))
     print("differs by:", max(float(abs(a - b).max()) for a, b in zip(gradients, expected, strict=True)))
 

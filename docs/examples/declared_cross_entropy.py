@@ -59,7 +59,7 @@ def main() -> None:
     arrays, specs = (hidden, words, labels), (P("data"), P("model"), P("data"))
     placed = [sr.filter_shard(array, spec, mesh) for array, spec in zip(arrays, specs, strict=True)]
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-    report = sr.ShardingAnalyzer(mesh).audit(step, *placed)
+    report = sr.audit(step, *placed, mesh=mesh)
     print("sent:", *((collective.kind, collective.axes) for collective in report.collectives))
     expected = jax.value_and_grad(lambda *arrays: plain_cross_entropy(*arrays).mean(), argnums=(0, 1))(*arrays)
     differences = jax.tree.map(lambda a, b: float(abs(a - b).max()), step(*placed), expected)

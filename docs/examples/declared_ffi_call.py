@@ -65,7 +65,7 @@ def main() -> None:
     matrices = x @ x.mT + jnp.eye(16)
     placed = sr.filter_shard(matrices, P("data"), mesh)
     step = jax.jit(jax.grad(loss))
-    report = sr.ShardingAnalyzer(mesh).audit(step, placed)
+    report = sr.audit(step, placed, mesh=mesh)
     print("sent:", *((collective.kind, collective.axes) for collective in report.collectives))
     expected = jax.jit(jax.grad(lambda matrices: (jnp.linalg.cholesky(matrices) ** 3).sum()))(matrices)
     print("differs by:", float(abs(step(placed) - expected).max() / abs(expected).max()))

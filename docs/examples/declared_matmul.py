@@ -88,7 +88,7 @@ def main() -> None:
     arrays = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
     specs = P("data"), P(None, "model"), P("model")
     placed = [sr.filter_shard(array, spec, mesh) for array, spec in zip(arrays, specs, strict=True)]
-    report = sr.ShardingAnalyzer(mesh).audit(step, *placed)
+    report = sr.audit(step, *placed, mesh=mesh)
     print("sent:", *((collective.kind, collective.axes) for collective in report.collectives))
     expected = jax.jit(functools.partial(gradients, multiply=jnp.matmul))(*arrays)
     print("differs by:", max(float(abs(a - b).max()) for a, b in zip(step(*placed), expected, strict=True)))

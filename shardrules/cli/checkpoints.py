@@ -8,12 +8,7 @@ import attrs
 import jax
 import numpy as np
 
-from shardrules.cli.errors import UsageError, one_line
-from shardrules.cli.files import read_text
-from shardrules.core.errors import CheckpointError
-from shardrules.core.finding import Finding
-from shardrules.core.storage.records import read_json
-from shardrules.placement.checkpoints.headers import (
+from shardrules.checkpoints.headers import (
     DTYPES,
     INDEX,
     SafetensorsIndex,
@@ -21,8 +16,13 @@ from shardrules.placement.checkpoints.headers import (
     read_headers,
     read_index,
 )
-from shardrules.placement.checkpoints.names import StoredArray
-from shardrules.placement.checkpoints.orbax import read_orbax_metadata
+from shardrules.checkpoints.names import StoredArray
+from shardrules.checkpoints.orbax import read_orbax_metadata
+from shardrules.cli.errors import UsageError, one_line
+from shardrules.cli.files import read_text
+from shardrules.core.errors import CheckpointError
+from shardrules.core.finding import Finding
+from shardrules.core.storage.records import read_json
 from shardrules.rules.huggingface.shapes import checkpoint_shapes, head_dim_of
 
 _MOST_LEVELS = 64

@@ -16,7 +16,7 @@ from shardrules.core.errors import PlanError
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.storage.records import is_cut_off
 from shardrules.core.storage.records import read_json as parse_json
-from shardrules.planning.answer import version
+from shardrules.programs.autoplan.answer import version
 from shardrules.rules.text import is_object_name
 
 FORMS = (

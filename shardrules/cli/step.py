@@ -15,7 +15,6 @@ import attrs
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from shardrules.analysis.machine.hardware import Hardware, sheets
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import named_path
 from shardrules.cli.objects import describe_error, has_arrays, load_object
@@ -24,6 +23,7 @@ from shardrules.cli.subject import make_plan
 from shardrules.core.errors import ConfigError, DoesNotFitError, HardwareError, PlanError, ShardRulesError, suggest
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.tree import array_kind
+from shardrules.programs.machine.hardware import Hardware, sheets
 
 
 @final

@@ -32,7 +32,7 @@ def current_mesh() -> AnyMesh | None:
 
     ```python
     with jax.set_mesh(jax.make_mesh((8,), ("data",))):
-        assert sr.current_mesh().axis_names == ("data",)
+        assert sr.meshes.current_mesh().axis_names == ("data",)
     ```
     """
     if _TRACE_MESH.value is not None:

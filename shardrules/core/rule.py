@@ -47,12 +47,10 @@ from shardrules.core.leaves import Leaves, RuleCall, Verdict
 from shardrules.core.spec import canonical, checked_spec, spec_code, spec_key, spec_repr
 from shardrules.core.storage import codec
 from shardrules.core.tree import PathStyle, ReadsIndex, Survey, array_kind, flatten_specs, leaf_paths, survey, widest
+from shardrules.core.views.blocks import Blocks, blocks_of
 from shardrules.core.views.diff import Placements, PlanDiff, placements
 from shardrules.core.views.explain import explain_kind, find_kinds
-from shardrules.core.views.pictures import blocks_of, plan_picture
 from shardrules.core.views.table import MOST_ROWS, Row, Totals, rows, table_html, table_text, totals
-from shardrules.drawing.blocks import Blocks
-from shardrules.drawing.picture import Picture
 
 T = TypeVar("T")
 
@@ -911,7 +909,7 @@ class ShardingPlan:
         return "\n\n".join([*map("\n".join, blocks), *end])
 
     def blocks(self, path: str) -> Blocks:
-        """Returns which device holds which block of the leaf at `path`. Notebooks draw it, and `.picture()` does.
+        """Returns which device holds which block of the leaf at `path`. `shardrules.picture` draws it.
 
         **Raises:**
 
@@ -932,10 +930,6 @@ class ShardingPlan:
         pairs = zip(self.kinds, self.decisions, strict=True)
         kind_blocks = [blocks_of(leaf.path, leaf, decision, sizes) for leaf, decision in pairs]
         yield from (kind_blocks[kind_index] for kind_index in self.kind_indices)
-
-    def treemap(self) -> Picture:
-        """Returns a picture of what each leaf takes on one device, as areas by module, coloured by spec."""
-        return plan_picture(self.paths, self.kind_indices, self.kinds, self.decisions, mesh_sizes(self.mesh))
 
     def tally(self) -> dict[str, int]:
         """Returns how many leaves each reason decided, most first: it shows a pattern that takes too many.
@@ -1120,5 +1114,4 @@ class ShardingPlan:
         return f"<ShardingPlan {self.memory()}, {len(self.findings)} findings, {self.fingerprint[:12]}>"
 
     def _repr_html_(self) -> str:
-        picture = self.treemap().to_svg() if self.memory().device_bytes else ""
-        return picture + table_html(self.rows, self.memory(), self.findings)
+        return table_html(self.rows, self.memory(), self.findings)

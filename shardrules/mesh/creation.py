@@ -413,7 +413,7 @@ def cpu_context(
 
     ```python
     with sr.meshes.cpu_context("data:8") as mesh:
-        assert sr.current_mesh() is mesh
+        assert sr.meshes.current_mesh() is mesh
     ```
     """
     # contextlib adds a frame between this generator and the caller.

@@ -11,8 +11,8 @@ from shardrules.core.axes import mesh_text
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import common_path, shape_text, template
 from shardrules.core.spec import array_bytes, packs_on, spec_repr
+from shardrules.core.views.blocks import ranges
 from shardrules.core.views.table import MOST_ROWS, aligned
-from shardrules.drawing.blocks import ranges
 from shardrules.moves.assemble import moves_in_memory
 from shardrules.moves.pieces import staging_bytes
 from shardrules.moves.schedule import Box, Schedule

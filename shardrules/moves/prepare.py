@@ -21,7 +21,7 @@ from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.core.spec import device_dtype
 from shardrules.core.tree import array_kind, leaf_paths, prefix_parts
-from shardrules.drawing.blocks import ranges
+from shardrules.core.views.blocks import ranges
 from shardrules.moves.assemble import moves_in_memory
 from shardrules.moves.bits import local_shards, physical
 from shardrules.moves.plan import LeafMove, ReshardPlan

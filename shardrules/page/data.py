@@ -6,27 +6,27 @@ from typing import Any, final
 
 import attrs
 
-from shardrules.analysis.audits.report import AuditReport
-from shardrules.analysis.audits.text import by_cost, count_text, group_collectives
-from shardrules.analysis.compiling.source import short_line
-from shardrules.analysis.program.collectives import totals_by_kind
-from shardrules.analysis.schedule.schedule import LineTime
 from shardrules.core.axes import mesh_sizes
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import NoMeshError, PlanError
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan
+from shardrules.core.source import short_line
 from shardrules.core.spec import spec_repr
 from shardrules.core.storage.codec import finding_to_json
-from shardrules.core.views.pictures import blocks_of, split_dims
+from shardrules.core.views.blocks import Blocks, blocks_of, split_dims
 from shardrules.core.views.table import Row
-from shardrules.drawing.blocks import Blocks
+from shardrules.drawing.blocks import blocks_picture
 from shardrules.drawing.treemap import Treemap, treemap
 from shardrules.page.timeline import KINDS, timeline_svg
-from shardrules.pipelines.schedule import PipelineSchedule
-from shardrules.planning.answer.frontier import Frontier
-from shardrules.planning.answer.report import AutoPlanReport
-from shardrules.training.answer.report import TrainingPlanReport
+from shardrules.programs.audits.report import AuditReport
+from shardrules.programs.audits.text import by_cost, count_text, group_collectives
+from shardrules.programs.autoplan.answer.frontier import Frontier
+from shardrules.programs.autoplan.answer.report import AutoPlanReport
+from shardrules.programs.compiled.collectives import totals_by_kind
+from shardrules.programs.costs.schedule import LineTime
+from shardrules.programs.pipelines.schedule import PipelineSchedule
+from shardrules.programs.training.answer.report import TrainingPlanReport
 
 WIDTH, HEIGHT = 1600.0, 720.0
 """The size of the treemap in pixels, which the page scales: about a full screen. Doubled, labels get half as large;
@@ -149,7 +149,7 @@ class _Drawings:
             return None
         if blocks not in self.indices:
             self.indices[blocks] = len(self.svgs)
-            self.svgs.append(blocks.picture().to_svg())
+            self.svgs.append(blocks_picture(blocks).to_svg())
         return self.indices[blocks]
 
 

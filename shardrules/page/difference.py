@@ -8,8 +8,9 @@ from shardrules.core.errors import NoMeshError, PlanError, printable
 from shardrules.core.finding import shape_text
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.views.diff import ChangeGroup, PlanDiff
+from shardrules.drawing.blocks import blocks_picture
 from shardrules.page.frame import framed
-from shardrules.planning.answer.move import PlanMove
+from shardrules.programs.autoplan.answer.move import PlanMove
 
 _DRAWN_GROUPS = 60
 """At most this many changes get drawings, those of the most bytes first. Doubled, the page grows by half a megabyte;
@@ -100,7 +101,7 @@ def _figure(plan: ShardingPlan, path: str, name: str, spec: str) -> str:
     if not spec:
         return f"<figure><figcaption>{name}: absent</figcaption></figure>"
     try:
-        svg = plan.blocks(path).picture().to_svg()
+        svg = blocks_picture(plan.blocks(path)).to_svg()
     except (NoMeshError, PlanError):
         # An unsound spec has no blocks.
         svg = "<p>It cannot be split this way.</p>"

@@ -4,15 +4,15 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from shardrules.analysis.audits.report import AuditReport
 from shardrules.core.axes import mesh_text
 from shardrules.core.errors import printable, printable_text
 from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.page.data import Origin, Part, Results, page_data
 from shardrules.page.frame import asset, framed
 from shardrules.page.rules import rules_text
-from shardrules.planning.answer.report import AutoPlanReport
-from shardrules.training.answer.report import TrainingPlanReport
+from shardrules.programs.audits.report import AuditReport
+from shardrules.programs.autoplan.answer.report import AutoPlanReport
+from shardrules.programs.training.answer.report import TrainingPlanReport
 
 
 def report_page(

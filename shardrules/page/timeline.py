@@ -9,10 +9,10 @@ from typing import final
 
 import attrs
 
-from shardrules.analysis.compiling.source import short_line
-from shardrules.analysis.schedule.step_time import seconds_text
-from shardrules.analysis.schedule.timeline import PROGRAM, Event, Timeline
+from shardrules.core.source import short_line
 from shardrules.drawing.picture import Box, Picture, Words
+from shardrules.programs.costs.step_time import seconds_text
+from shardrules.programs.costs.timeline import PROGRAM, Event, Timeline
 
 KINDS = {"compute": 4, "communication": 1, "copy": 2, "wait": 5, "loop": 7, "rest": 3}
 """The colour of each kind of event, by its index in the palette."""

@@ -9,8 +9,8 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardrules.analysis.analyzer import analyze_sharding_strategy
-from shardrules.analysis.monitor import create_monitored_function
+from shardrules.checks.analyzer import analyze_sharding_strategy
+from shardrules.checks.monitor import create_monitored_function
 from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, check_mesh, mesh_sizes, mesh_text
 from shardrules.core.context import current_mesh
 from shardrules.core.errors import (

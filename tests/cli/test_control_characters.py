@@ -64,7 +64,7 @@ TEXTS = {
     "a difference": lambda: str(plan_of(sr.AutoShardingRule()).diff(plan_of(sr.ReplicateShardingRule()))),
     "a report": lambda: str(sr.ShardingAnalyzer(MESH).analyze(TREE, {name: P() for name in TREE})),
     "a page": lambda: sr.report_page(sr.ShardingPlan.from_json(evil_plan()), title=EVIL),
-    "a picture": lambda: plan_of(sr.AutoShardingRule()).treemap().to_svg(),
+    "a picture": lambda: sr.picture(plan_of(sr.AutoShardingRule())).to_svg(),
 }
 
 ERRORS = {

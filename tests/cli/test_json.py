@@ -16,12 +16,12 @@ from jax.profiler import ProfileData
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.analysis.program.collectives import find_collectives
-from shardrules.analysis.program.program import read_program
 from shardrules.cli.main import main
-from tests.analysis.audits.sample_report import REPORT
-from tests.analysis.profile.planes import PROGRAM, tpu_trace
+from shardrules.programs.compiled.collectives import find_collectives
+from shardrules.programs.compiled.program import read_program
 from tests.house.source import REPOSITORY
+from tests.programs.audits.sample_report import REPORT
+from tests.programs.profiles.planes import PROGRAM, tpu_trace
 
 PAGE = (REPOSITORY / "docs" / "json.md").read_text()
 SCHEMAS = {
@@ -105,10 +105,10 @@ def test_plans_with_a_state_can_be_read_again(folder: Path, capsys: pytest.Captu
 
 
 def test_audits_and_their_differences(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    analyzer = sr.ShardingAnalyzer(sr.mesh_shape("data:8"))
+    mesh = sr.mesh_shape("data:8")
     arguments = jnp.ones((64, 64)), jnp.ones((64, 64))
     for name, spec in (("a", P("data")), ("b", P(None, "data"))):
-        report = analyzer.audit(lambda w, x: jnp.tanh(x @ w), *arguments, in_shardings=(spec, P("data")))
+        report = sr.audit(lambda w, x: jnp.tanh(x @ w), *arguments, mesh=mesh, in_shardings=(spec, P("data")))
         check(report.to_json(), "audit")
         (folder / f"{name}.json").write_text(report.to_json())
     assert main(["diff", "a.json", "b.json", "--format", "json"]) == 0

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 import shardrules as sr
-from shardrules.analysis.compiling.arguments import read_arguments
-from shardrules.analysis.compiling.roles import BATCH, PARAMETERS, STATE, read_roles
 from shardrules.cli.errors import UsageError
 from shardrules.cli.rules import load_rules
 from shardrules.cli.step import Step
+from shardrules.programs.compiling.arguments import read_arguments
+from shardrules.programs.compiling.roles import BATCH, PARAMETERS, STATE, read_roles
 
 MESH = sr.mesh_shape("data:8")
 

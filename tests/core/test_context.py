@@ -30,7 +30,7 @@ CONTEXTS: dict[str, Callable[[Mesh], AbstractContextManager[object]]] = {
 def test_every_way_to_set_a_mesh_is_seen(kind: str) -> None:
     mesh = sr.create_mesh(MESH)
     with CONTEXTS[kind](mesh):
-        current = sr.current_mesh()
+        current = sr.meshes.current_mesh()
         assert current == (mesh.abstract_mesh if kind == "abstract" else mesh)
         assert sr.meshes.get_incontext_mesh() == current
         assert sr.meshes.names_in_current_mesh("data", "model")
@@ -38,7 +38,7 @@ def test_every_way_to_set_a_mesh_is_seen(kind: str) -> None:
         assert sr.meshes.get_axes_size_in_mesh(("data", "model")) == 8
         assert sr.meshes.get_mesh_axis_names() == ["data", "model"]
         assert sr.FSDPShardingRule("data", 0).plan({"w": np.ones((8, 6))}).specs == {"w": P("data", None)}
-    assert sr.current_mesh() is None
+    assert sr.meshes.current_mesh() is None
 
 
 @pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
@@ -53,16 +53,16 @@ def test_an_abstract_mesh_of_another_shape_comes_before_the_devices_that_are_set
     with jax.set_mesh(mesh):
         for inner in (other, typed):
             with jax.sharding.use_abstract_mesh(inner.abstract_mesh):
-                assert sr.current_mesh() == inner.abstract_mesh
+                assert sr.meshes.current_mesh() == inner.abstract_mesh
         with jax.sharding.use_abstract_mesh(sr.mesh_shape("a:8")):
-            assert sr.current_mesh() is mesh
-        assert sr.current_mesh() is mesh
+            assert sr.meshes.current_mesh() is mesh
+        assert sr.meshes.current_mesh() is mesh
 
 
 def test_inside_shard_map_the_mesh_is_the_mapped_one() -> None:
     seen = []
     with jax.set_mesh(sr.create_mesh("a:8")):
-        jax.shard_map(lambda x: seen.append(sr.current_mesh()) or x, in_specs=P("a"), out_specs=P("a"))(np.ones(8))
+        jax.shard_map(lambda x: seen.append(sr.meshes.current_mesh()) or x, in_specs=P("a"), out_specs=P("a"))(np.ones(8))
     assert isinstance(seen[0], AbstractMesh)
     assert seen[0].axis_types == (AxisType.Manual,)
 
@@ -71,13 +71,13 @@ def test_inside_shard_map_the_mesh_is_the_mapped_one() -> None:
 def test_inside_jit_the_shape_is_seen(types: AxisType) -> None:
     seen = []
     with jax.set_mesh(sr.create_mesh(MESH, axis_types=types)):
-        jax.jit(lambda x: seen.append(sr.current_mesh()) or x)(np.ones(8))
+        jax.jit(lambda x: seen.append(sr.meshes.current_mesh()) or x)(np.ones(8))
     assert isinstance(seen[0], AbstractMesh)
     assert dict(seen[0].shape) == {"data": 4, "model": 2}
 
 
 def test_without_a_mesh() -> None:
-    assert sr.current_mesh() is None
+    assert sr.meshes.current_mesh() is None
     assert sr.meshes.get_incontext_mesh(raise_error=False).empty
     assert sr.meshes.names_in_current_mesh()
     assert not sr.meshes.names_in_current_mesh("data")

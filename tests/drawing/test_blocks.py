@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.core.axes import mesh_sizes
 from shardrules.core.spec import entries
-from shardrules.drawing.blocks import Blocks, ranges
+from shardrules.core.views.blocks import Blocks, ranges
 from shardrules.drawing.picture import Box, Words, label_width
 
 CASES = [
@@ -53,7 +53,7 @@ def test_every_block_of_a_small_mesh_is_drawn(axes: str, shape: tuple[int, ...],
         {"w": jax.ShapeDtypeStruct(shape, np.float32)}, sr.mesh_shape(axes)
     )
     blocks = plan.blocks("w")
-    svg = blocks.picture().to_svg()
+    svg = sr.picture(blocks).to_svg()
     titles = re.findall(r"<title>(.*?)</title>", svg)
     assert len(titles) == int(np.prod(blocks.counts))
     for index in np.ndindex(*blocks.counts):
@@ -71,12 +71,12 @@ def test_every_block_of_a_small_mesh_is_drawn(axes: str, shape: tuple[int, ...],
 
 def test_of_many_blocks_the_first_and_the_last_are_drawn() -> None:
     blocks = Blocks(((16384, ("data",)), (53248, ("model",))), {"data": 64, "model": 16})
-    svg = blocks.picture().to_svg()
+    svg = sr.picture(blocks).to_svg()
     assert svg.count("<rect") == 7 * 7
     assert svg.count("…") == 2 * 8 - 1
     assert ">1023<" in svg
     assert "[0–255], [0–3,327]: on device 0<" in svg
-    many = Blocks(((256, ("expert",)), (64, ()), (64, ())), {"expert": 32}).picture().to_svg()
+    many = sr.picture(Blocks(((256, ("expert",)), (64, ()), (64, ())), {"expert": 32})).to_svg()
     assert many.count("<rect") == 7
     assert next(blocks.sentences()) == "dim 0: 16,384 in 64 blocks of 256 over data"
 
@@ -85,7 +85,7 @@ def test_of_many_blocks_the_first_and_the_last_are_drawn() -> None:
 def test_eight_devices_have_eight_colours(axes: str, shape: tuple[int, ...], spec: P) -> None:
     """A device has the same colour in every drawing, and of devices that share a block the first one's is taken."""
     blocks = Blocks(tuple(zip(shape, entries(spec, len(shape)), strict=True)), mesh_sizes(sr.mesh_shape(axes)))
-    boxes = [mark for mark in blocks.picture().marks if isinstance(mark, Box)]
+    boxes = [mark for mark in sr.picture(blocks).marks if isinstance(mark, Box)]
     first = [int(re.findall(r"on devices? (\d+)", box.title)[0]) for box in boxes]
     assert [box.colour for box in boxes] == ([None] if len(boxes) == 1 else first)
 
@@ -103,7 +103,7 @@ def test_eight_devices_have_eight_colours(axes: str, shape: tuple[int, ...], spe
 )
 def test_of_more_devices_neighbours_differ(dims: Any, sizes: dict[str, int]) -> None:
     blocks = Blocks(dims, sizes)
-    boxes = [mark for mark in blocks.picture().marks if isinstance(mark, Box)]
+    boxes = [mark for mark in sr.picture(blocks).marks if isinstance(mark, Box)]
     colours = [box.colour % 8 for box in boxes if box.colour is not None]
     assert len(colours) == len(boxes)
     if np.prod(blocks.counts) <= 8:
@@ -138,7 +138,7 @@ def extent(mark: Words) -> tuple[float, float, float, float]:
     ],
 )
 def test_words_do_not_cover_each_other_or_boxes(dims: Any, sizes: dict[str, int]) -> None:
-    picture = Blocks(dims, sizes).picture()
+    picture = sr.picture(Blocks(dims, sizes))
     words = [extent(mark) for mark in picture.marks if isinstance(mark, Words)]
     boxes = [(box.x, box.y, box.x + box.width, box.y + box.height) for box in picture.marks if isinstance(box, Box)]
     for first, second in itertools.chain(itertools.combinations(words, 2), itertools.product(words, boxes)):

@@ -25,7 +25,6 @@ from tests.house.source import (
 )
 
 API_PAGES = REPOSITORY / "docs" / "api"
-OLD_NAMES_PAGE = REPOSITORY / "docs" / "coming-from.md"
 
 TYPING = ("TYPE_CHECKING", "Any")
 """What the package's root imports for its own annotations."""
@@ -74,12 +73,6 @@ def exported_twice(rooms: dict[str, ModuleType]) -> list[str]:
 def missing_from_pages(names: Iterable[str], pages: str) -> list[str]:
     """Dotted names that no API page documents or mentions in backticks."""
     return [name for name in names if not re.search(rf"(?:::: |`){re.escape(name)}(?!\w)", pages)]
-
-
-def missing_from_rows(room: str, names: Iterable[str], page: str) -> list[str]:
-    """Names that a page has neither in a table row that ends with the room nor with the room before them."""
-    rows = "\n".join(row for row in page.splitlines() if row.endswith(f"| `{room}` |"))
-    return [name for name in names if f"`{name}`" not in rows and f"`{room}.{name}`" not in page]
 
 
 def undocumented(package: ModuleType, modules: tuple[Module, ...]) -> list[str]:
@@ -196,13 +189,6 @@ def test_exports_are_in_the_api_pages(room: str) -> None:
     assert missing_from_pages([f"{room}.{name}" for name in vars(ROOMS[room])["__all__"]], api_text(API_PAGES)) == []
 
 
-@pytest.mark.parametrize("room", [room for room in ROOMS if room != "shardrules.presets"])
-def test_exports_are_on_the_page_of_old_names(room: str) -> None:
-    names = [name for name in vars(ROOMS[room])["__all__"] if f"{room}.{name}" not in ROOMS]
-    page = OLD_NAMES_PAGE.read_text()
-    assert missing_from_rows(room.replace("shardrules", "sr"), names, page) == []
-
-
 def test_exports_are_documented() -> None:
     assert [line for room in ROOMS.values() for line in undocumented(room, shardrules_source())] == []
 
@@ -244,11 +230,6 @@ def test_a_name_missing_from_the_pages_is_reported(tmp_path: Path) -> None:
     (tmp_path / "rules.md").write_text("::: planted.AutoShardingRule\n\n`planted.mesh_shape`")
     names = ["planted.AutoShardingRule", "planted.mesh_shape", "planted.Auto", "planted.mesh"]
     assert missing_from_pages(names, api_text(tmp_path)) == ["planted.Auto", "planted.mesh"]
-
-
-def test_a_name_missing_from_the_rows_of_its_room_is_reported() -> None:
-    page = "| errors | `PlanError`, `A` | `sr.errors` |\n| new | no name | `sr.errors.B` |\n| else | `C` | `sr.specs` |"
-    assert missing_from_rows("sr.errors", ["PlanError", "A", "B", "C", "Plan"], page) == ["C", "Plan"]
 
 
 def test_an_undocumented_export_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

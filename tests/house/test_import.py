@@ -1,5 +1,6 @@
 """Importing the package has no effects, prints nothing and imports nothing slow. Each import is a real process."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import shardrules as sr
 from tests.house.source import REPOSITORY, plant
 from tests.house.startup import beyond_startup
 
-LATE = ("flax", "libtpu", "matplotlib", "optax", "rich", "scipy.optimize", "shardrules.planning")
+LATE = ("flax", "libtpu", "matplotlib", "optax", "rich", "scipy.optimize", "shardrules.programs.autoplan")
 """Modules that must not be imported with the package: they are optional, or slow to import and rarely needed."""
 
 PLANNING = ("Assumptions", "autoplan", "plan_training", "presets", "report_page", "reports")
@@ -65,6 +66,36 @@ def import_effects(package: str, path: Path, names: Iterable[str] = ()) -> list[
 
 def test_importing_has_no_effects() -> None:
     assert import_effects("shardrules", REPOSITORY, set(sr.__all__) - set(PLANNING)) == []
+
+
+BELOW_THE_WALL = (
+    *("ShardingRule", "load_rules", "parse_rule", "ShardingPlan", "create_mesh", "meshes", "specs", "presets"),
+    *("filter_shard", "filter_init", "filter_jit", "filter_shard_map", "filter_gather", "place_batch", "constrain"),
+    *("load_safetensors", "load_orbax", "save_safetensors", "save_orbax", "save_equinox", "load_equinox"),
+    *("reshard", "plan_reshard", "recover", "check_same_plan", "ShardingAnalyzer"),
+)
+"""Exports about trees of arrays, which need nothing of what reads programs."""
+
+
+def programs_behind(names: Iterable[str]) -> list[str]:
+    """The modules of `programs` that using some exports loads."""
+    code = f"""
+import sys, jax.numpy as jnp, shardrules as sr
+for name in {[*names]}:
+    getattr(sr, name)
+tree, mesh = {{"w": jnp.ones((8, 4))}}, sr.mesh_shape("data:8")
+plan = sr.AutoShardingRule().plan(tree, mesh)
+print(str(plan) and [name for name in sys.modules if name.startswith("shardrules.programs")])
+"""
+    return ast.literal_eval(python("-c", code, path=REPOSITORY).stdout)
+
+
+def test_what_is_below_the_wall_loads_no_programs() -> None:
+    assert programs_behind(BELOW_THE_WALL) == []
+
+
+def test_programs_behind_the_wall_are_reported() -> None:
+    assert "shardrules.programs.machine.hardware" in programs_behind(["Hardware"])
 
 
 def test_threads_may_use_different_names_first() -> None:

@@ -17,7 +17,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.analysis.profile.comparison import TraceComparison
 from shardrules.cli.checkpoints import load_safetensors_shapes
 from shardrules.cli.errors import UsageError, byte_option
 from shardrules.cli.objects import load_shapes
@@ -38,9 +37,10 @@ from shardrules.core.errors import (
 )
 from shardrules.core.fields import read_bytes
 from shardrules.presets import big_vision, eformer
-from tests.analysis.audits.sample_report import REPORT
-from tests.analysis.profile.planes import tpu_trace
-from tests.analysis.profile.test_compare import compare
+from shardrules.programs.profiles.comparison import TraceComparison
+from tests.programs.audits.sample_report import REPORT
+from tests.programs.profiles.planes import tpu_trace
+from tests.programs.profiles.test_compare import compare
 
 HUGE = "9" * 5000
 DEPTH = 1000

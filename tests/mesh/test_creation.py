@@ -380,9 +380,9 @@ def test_cpu_meshes_and_contexts() -> None:
     with sr.meshes.force_cpu() as cpu:
         assert jnp.ones(3).devices() == {cpu} == {jax.devices("cpu")[0]}
     with sr.meshes.cpu_context("data:2,model:4") as mesh:
-        assert sr.current_mesh() is mesh
+        assert sr.meshes.current_mesh() is mesh
         assert jax.jit(lambda x: x)(jnp.ones(3)).sum() == 3
-    assert sr.current_mesh() is None
+    assert sr.meshes.current_mesh() is None
 
 
 RULES = {

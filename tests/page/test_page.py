@@ -14,12 +14,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.analysis.audits.text import count_text
 from shardrules.core.check import bytes_text
-from tests.analysis.programs import mesh_on
+from shardrules.programs.audits.text import count_text
 from tests.cli.command import EXAMPLES, GPT, GPT_RULES, shardrules
 from tests.house.source import REPOSITORY
 from tests.page.browser import axe_faults, launched, opened, overlaps
+from tests.programs.examples import mesh_on
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +75,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with everything on it."""
     w, x = shapes({"up": (64, 256), "down": (256, 64)}), shapes((512, 64))
     columns = {"up": P(None, "model"), "down": P(None, "model")}
-    audit = sr.ShardingAnalyzer(MESH).audit(forward, w, x, in_shardings=(columns, P("data")))
+    audit = sr.audit(forward, w, x, mesh=MESH, in_shardings=(columns, P("data")))
     gradient = jax.grad(lambda w, x: forward(w, x).mean())
     planned = sr.reports.AutoPlanReport.of(sr.autoplan(gradient, w, x, mesh=MESH), frontier=3)
     plan = small_plan()
@@ -181,7 +181,7 @@ def test_the_head_counts_the_findings_of_all_sections(browser: Any, tmp_path: Pa
 
     w, x = shapes((64, 64)), shapes((512, 64))
     plan = sr.SpecTreeShardingRule({"w": P("data", "model")}).plan({"w": w}, MESH)
-    audit = sr.ShardingAnalyzer(MESH).audit(lambda w, x: x @ w, w, x)
+    audit = sr.audit(lambda w, x: x @ w, w, x, mesh=MESH)
     planned = sr.reports.AutoPlanReport.of(sr.autoplan(lambda w, x: x @ w, w, x, mesh=MESH))
     step = sr.plan_training(in_layers, shapes((4, 64, 64)), optax.sgd(0.1), x, cluster="cpu:4").report
     severities = "error", "warning", "warning", "note"

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from shardrules.analysis.schedule.timeline import Event, Timeline
 from shardrules.page.timeline import timeline_svg
-from tests.analysis.schedule.handmade import STATE, body, done, kernel, loop, play, start
+from shardrules.programs.costs.timeline import Event, Timeline
+from tests.programs.costs.handmade import STATE, body, done, kernel, loop, play, start
 
 _RECTANGLE = re.compile(
     r'<rect class="block b(\d)" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"[^>]*><title>([^<]*)</title>'

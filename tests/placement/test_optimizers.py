@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.checkpoints.equinox import load_equinox
 from shardrules.core.spec import entries, make_spec
-from shardrules.placement.checkpoints.equinox import load_equinox
 
 RULE = sr.CompositeShardingRule(
     sr.RegexShardingRule([(r"1/w", P("model", "data"))]),  # square: only names tell its rows from its columns

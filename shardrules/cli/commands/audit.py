@@ -8,10 +8,6 @@ from typing import TypeVar
 import attrs
 import jax
 
-from shardrules.analysis.analyzer import ShardingAnalyzer
-from shardrules.analysis.machine.flags import read_flags
-from shardrules.analysis.machine.targets import Target
-from shardrules.analysis.profile.trace import trace_files
 from shardrules.cli.command import FINDINGS, SUCCESS, Command
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import write
@@ -21,6 +17,10 @@ from shardrules.cli.subject import add_rules, read_mesh
 from shardrules.cli.terminal import add_level, complain, complain_of, failing, show, working
 from shardrules.core.axes import mesh_text
 from shardrules.core.errors import HardwareError, TargetError, TraceError
+from shardrules.programs.audits.audit import audit
+from shardrules.programs.machine.flags import read_flags
+from shardrules.programs.machine.targets import Target
+from shardrules.programs.profiles.trace import trace_files
 from shardrules.rules.files.rules_file import Limits
 
 _T = TypeVar("_T")
@@ -71,8 +71,14 @@ def _run(args: argparse.Namespace) -> int:
             names = ", ".join(whole)
             complain(f"{names}: whole on every device; --batch AXES splits the first dimension", "warning")
     with step.traced(), working(f"compiling {args.step} for {target} on {mesh_text(mesh)}"):
-        report = ShardingAnalyzer(mesh).audit(
-            step.fn, *step.args, in_shardings=shardings, donate_argnums=donated, target=target, hardware=hardware
+        report = audit(
+            step.fn,
+            *step.args,
+            mesh=mesh,
+            in_shardings=shardings,
+            donate_argnums=donated,
+            target=target,
+            hardware=hardware,
         )
     if args.output is not None:
         write(args.output, f"{report.to_json(timeline=True)}\n")

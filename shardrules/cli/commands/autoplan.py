@@ -5,7 +5,6 @@ import functools
 import re
 from pathlib import Path
 
-from shardrules.analysis.compiling.arguments import argument_names
 from shardrules.cli.command import SUCCESS, Command
 from shardrules.cli.errors import UsageError, byte_option
 from shardrules.cli.files import write
@@ -16,10 +15,11 @@ from shardrules.cli.terminal import complain_of, show, working
 from shardrules.core.axes import mesh_text
 from shardrules.core.fields import whole_number
 from shardrules.core.finding import listing
-from shardrules.planning.answer.frontier import Frontier
-from shardrules.planning.answer.report import AutoPlanReport
-from shardrules.planning.autoplan import MESH_AXES, autoplan
-from shardrules.planning.query import pins_plan
+from shardrules.programs.autoplan.answer.frontier import Frontier
+from shardrules.programs.autoplan.answer.report import AutoPlanReport
+from shardrules.programs.autoplan.autoplan import MESH_AXES, autoplan
+from shardrules.programs.autoplan.query import pins_plan
+from shardrules.programs.compiling.arguments import argument_names
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:

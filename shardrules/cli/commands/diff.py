@@ -7,8 +7,6 @@ from typing import Any
 
 import attrs
 
-from shardrules.analysis.audits.diff import AuditDiff
-from shardrules.analysis.audits.report import AuditReport
 from shardrules.cli.command import FINDINGS, SUCCESS, Command
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import read_text, write
@@ -18,7 +16,9 @@ from shardrules.core.errors import ReportError
 from shardrules.core.storage.codec import finding_to_json
 from shardrules.core.views.diff import PlanDiff
 from shardrules.page.difference import diff_page
-from shardrules.planning.answer.move import PlanMove
+from shardrules.programs.audits.diff import AuditDiff
+from shardrules.programs.audits.report import AuditReport
+from shardrules.programs.autoplan.answer.move import PlanMove
 
 FORMAT = 1
 """The version of the layout of the JSON. Raise it with a change that older readers would misread."""

@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shardrules.analysis.audits.report import AuditReport
 from shardrules.cli.command import SUCCESS, Command
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import read_text, write
@@ -15,8 +14,9 @@ from shardrules.core.axes import mesh_text
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import ReportError
 from shardrules.page.page import report_page
-from shardrules.planning.answer.report import AutoPlanReport
-from shardrules.training.answer.report import TrainingPlanReport
+from shardrules.programs.audits.report import AuditReport
+from shardrules.programs.autoplan.answer.report import AutoPlanReport
+from shardrules.programs.training.answer.report import TrainingPlanReport
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:

@@ -17,8 +17,8 @@ from shardrules.cli.rules import load_rules
 from shardrules.cli.step import errors_in_one_line, read_hardware
 from shardrules.cli.terminal import emit_progress, show, working
 from shardrules.core.storage.records import read_json
-from shardrules.training.cluster import AXES
-from shardrules.training.plan_training import plan_training
+from shardrules.programs.training.cluster import AXES
+from shardrules.programs.training.plan_training import plan_training
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:

@@ -19,8 +19,7 @@ import numpy as np
 from equinox._jit import filter_jit as equinox_filter_jit  # equinox.filter_jit may be ours, put there by a program
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from shardrules.analysis.compiling.jaxprs import equations
-from shardrules.analysis.compiling.source import equation_stack, user_frames
+from shardrules.core.source import equation_stack, user_frames
 from shardrules.placement.functions.calls import PartialCall, Result, flatten_call
 
 T = TypeVar("T")
@@ -76,9 +75,7 @@ class CallbackErrors:
 
     def guard(self, program: ClosedJaxpr) -> ClosedJaxpr:
         """Returns a traced program with its callbacks guarded, so that they keep what they raise here."""
-        if any(equation.primitive.name == _PRIMITIVE for equation in equations(program)):
-            return self._guard_inside(program, "")
-        return program
+        return self._guard_inside(program, "") if _has_callback(program) else program
 
     def _guard_inside(self, value: Any, line: str) -> Any:
         """Guards the callbacks of a program, or of the programs in a parameter of an equation of that line of code."""
@@ -100,6 +97,20 @@ class CallbackErrors:
             kinds = tuple((tuple(aval.shape), aval.dtype) for aval in params["result_avals"])
             params["callback"] = _Guarded(params["callback"], self, kinds, line)
         return equation.replace(params=params)
+
+
+def _has_callback(value: Any) -> bool:
+    """Whether a program, or a parameter of an equation, has a callback inside."""
+    match value:
+        case ClosedJaxpr() if value.jaxpr is not value:
+            return _has_callback(value.jaxpr)
+        case Jaxpr():
+            return any(
+                equation.primitive.name == _PRIMITIVE or any(map(_has_callback, equation.params.values()))
+                for equation in value.eqns
+            )
+        case _:
+            return isinstance(value, tuple | list) and any(map(_has_callback, value))
 
 
 _THREAD = threading.local()

@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from shardrules.checkpoints.headers import read_headers
+from shardrules.checkpoints.names import Name, refuse
 from shardrules.core.storage.files import as_path
-from shardrules.placement.checkpoints.headers import read_headers
-from shardrules.placement.checkpoints.names import Name, refuse
 
 _PREFIXES = (
     *("", "model", "language_model.model", "model.language_model", "language_model", "model.text_model"),

@@ -91,8 +91,8 @@ def test_wrappers_are_mapped_over_shards(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["vmap", "checkpoint", "assert_max_traces", "several"])
 def test_copied_wrappers_have_reports(name: str) -> None:
-    report = sr.ShardingAnalyzer(sr.mesh_shape("data:8")).audit(
-        copied(WRAPPERS[name]), X, target="cpu:8", in_shardings=(P("data"),)
+    report = sr.audit(
+        copied(WRAPPERS[name]), X, mesh=sr.mesh_shape("data:8"), target="cpu:8", in_shardings=(P("data"),)
     )
     assert report.name == "Scale"
 

@@ -1,0 +1,440 @@
+"""Files that several processes write together, and that appear all at once or not at all.
+
+The first process makes each file under a temporary name, all processes write their parts and the checksums of these,
+and only when all parts are on the disk does the first process rename them. After each step the processes exchange
+whether it went well: if one of them fails, all raise, and none waits for ever.
+
+A temporary name is `.NAME.TOKEN.saving`. The first process draws the token, which nobody can foresee, and tells it to
+the others; a file that exists is never opened. A process that was killed leaves such a file, and the next save under
+the same name removes it: so two jobs cannot save under one name at once.
+"""
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+import attrs
+import numpy as np
+
+from shardrules.checkpoints.checksums import (
+    SUM_CHARS,
+    UNKNOWN,
+    block_count,
+    block_sums,
+    sealed,
+    sums_start,
+    sums_text,
+    unknown_sums,
+)
+from shardrules.checkpoints.saved import SavedLeaf
+from shardrules.checkpoints.tensor_writer import local_parts, read_at, write_at, write_tensor
+from shardrules.core.errors import CheckpointError, DisagreementError
+from shardrules.core.jax_state import process_count, process_id
+from shardrules.core.storage.files import open_regular
+from shardrules.mesh.processes import exchange
+
+_PLANS = "what is saved"
+"""The step in which processes compare what they save."""
+
+_TEMPORARY = ".saving"
+"""The end of the names of files that are being written."""
+
+_TOKEN_BYTES = 8
+"""64 bits that nobody guesses. Half of them are found by trying, double only makes names longer."""
+
+_NAME_BYTES = 150
+"""How much of a name a temporary one keeps. File systems allow 255 bytes: our own additions take 42, and those of orbax
+to a folder some 50. Half of it hides which file it is from people, double is too long."""
+
+_AT_FDCWD = -100
+"""For `renameat2`: paths are relative to the folder of the process."""
+
+_T = TypeVar("_T")
+
+
+@final
+@attrs.frozen(eq=False)
+class FileLayout:
+    """What goes where in one file."""
+
+    path: Path
+    size: int
+    texts: tuple[tuple[int, bytes], ...]
+    """Headers, each with its offset."""
+    tensors: tuple[tuple[int, int], ...]
+    """The index of a leaf, and the offset at which it begins."""
+    block: int
+    """The bytes of the blocks that have checksums; their text is in the last of `texts`."""
+
+    @property
+    def sums_offset(self) -> int:
+        """Where the checksums begin in the file."""
+        offset, text = self.texts[-1]
+        return offset + sums_start(text)
+
+
+@final
+@attrs.frozen(eq=False)
+class Saving:
+    """A save that all processes take part in; `title` names the caller and the file in errors."""
+
+    title: str
+    timeout: float
+
+    def agree(self, step: str, error: Exception | None = None, notes: Any = None) -> list[Any]:
+        """Returns the notes of all processes once each has finished a step; raises on all of them if one has not."""
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        answers = exchange(json.dumps([text, notes]), f"{self.title}: {step}", self.title, self.timeout)
+        if isinstance(error, OSError):
+            name = f" {error.filename}" if error.filename else ""
+            raise CheckpointError(f"{self.title} cannot be saved: {error.strerror or error}{name}") from error
+        if error is not None:
+            raise error
+        results = [json.loads(str(answer)) for answer in answers]
+        failures = [f"\n  process {process}: {text}" for process, (text, _) in enumerate(results) if text is not None]
+        if failures:
+            raise CheckpointError(f"{self.title} was not saved, since other processes failed:{''.join(failures)}")
+        return [notes for _, notes in results]
+
+    def plan(self, make: Callable[[], _T]) -> _T:
+        """Returns what `make` returns: what this process saves. Its error is raised on all processes."""
+        try:
+            return make()
+        except Exception as error:
+            self.agree(_PLANS, error)
+            raise
+
+    def agree_on(self, leaves: Sequence[SavedLeaf], layout: str, notes: Any = None) -> tuple[list[int], str, Any]:
+        """Returns which process writes each leaf that processes have whole, and a token and the notes of the first.
+
+        Raises where the processes do not save the same.
+        """
+        # Numbers are compared too: of different ones only the first process's would be saved.
+        texts = [f"{leaf.path} {leaf.dtype}{leaf.shape}{_number(leaf)}" for leaf in leaves]
+        digest = hashlib.sha256("\n".join([layout, *texts]).encode(errors="surrogatepass")).hexdigest()
+        local = "".join("01"[leaf.is_local] for leaf in leaves)
+        results = self.agree(_PLANS, None, [digest, local, secrets.token_hex(_TOKEN_BYTES), notes])
+        different = [str(process) for process, (other, *_) in enumerate(results) if other != results[0][0]]
+        if different:
+            raise DisagreementError(
+                f"{self.title}: the tree of process {', '.join(different)} differs from process 0's in paths, shapes, "
+                "dtypes or Python numbers. Save the same tree on every process"
+            )
+        # What is local everywhere is written by the first process; what is on the devices of one process, by that one.
+        columns = map("".join, zip(*(local for _, local, *_ in results), strict=True))
+        return [column.find("1") for column in columns], results[0][2], results[0][3]
+
+    def write(
+        self,
+        files: Sequence[FileLayout],
+        leaves: Sequence[SavedLeaf],
+        writers: Sequence[int],
+        token: str,
+        own_names: str,
+        finish: Callable[[], None],
+        undo: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Writes all files and gives them their names.
+
+        `own_names` matches the names of this checkpoint's files, by which what killed processes have left is found.
+        The first process calls `finish` at the end, and `undo` if that fails.
+        """
+        process = process_id()
+        names = [temporary_name(file.path, token) for file in files]
+        pairs = list(zip(files, names, strict=True))
+        folders: list[Path] = []
+
+        modes: list[int | None] = []
+
+        def create() -> None:
+            folder = files[0].path.parent
+            folders.extend(make_folders(folder))
+            remove_leftovers(folder, "|".join([own_names, *(re.escape(short_name(file.path)) for file in files)]))
+            old = [path for path in folder.iterdir() if re.fullmatch(own_names, path.name)]
+            forget(old)
+            # Of a checkpoint of several files, the new ones may have other names.
+            modes.extend(_mode_of([file.path, *old]) for file in files)
+            for (file, name), mode in zip(pairs, modes, strict=True):
+                _create(file, name, mode)
+
+        def rename() -> None:
+            try:
+                for (file, name), mode in zip(pairs, modes, strict=True):
+                    _seal(file, name, mode)
+                for file, name in pairs:
+                    name.replace(file.path)
+                finish()
+            except BaseException:
+                undo()
+                raise
+
+        try:
+            self.agree("the files", error_of(create if process == 0 else lambda: None))
+            self.agree("the arrays", error_of(lambda: [_fill(*pair, leaves, writers) for pair in pairs]))
+            self.agree("the checksums", error_of(lambda: [_fill_sums(*pair, leaves) for pair in pairs]))
+            self.agree("the names", error_of(rename if process == 0 else lambda: None))
+        except BaseException:
+            if process == 0:
+                remove(names)
+                remove_folders(folders)
+            raise
+
+
+def temporary_name(path: Path, token: str) -> Path:
+    """Returns the name of a file or a folder while it is written."""
+    return path.with_name(f".{short_name(path)}.{token}{_TEMPORARY}")
+
+
+def short_name(path: Path) -> str:
+    """Returns the name of a file, the end of a long one as a hash: names of temporary files are longer."""
+    raw = os.fsencode(path.name)
+    if len(raw) <= _NAME_BYTES:
+        return path.name
+    return f"{raw[:_NAME_BYTES].decode(errors='ignore')}-{hashlib.sha256(raw).hexdigest()[: 2 * _TOKEN_BYTES]}"
+
+
+def remove_leftovers(folder: Path, names: str) -> None:
+    """Removes what killed processes have left of saves under names that match a regular expression."""
+    name = re.compile(rf"\.({names})\.[0-9a-f]{{{2 * _TOKEN_BYTES}}}{re.escape(_TEMPORARY)}.*", re.DOTALL)
+    if folder.is_dir():
+        remove([entry for entry in folder.iterdir() if name.fullmatch(entry.name)])
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Removes files, links and folders, as far as that is possible."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def forget(paths: Iterable[Path]) -> None:
+    """Frees the memory in which the system keeps old files, since new ones that replace them need as much."""
+    for path in paths if hasattr(os, "posix_fadvise") else ():
+        with contextlib.suppress(OSError), open_regular(path) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def make_folders(folder: Path) -> list[Path]:
+    """Makes a folder and those that it is in; returns those that were missing, the outermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def remove_folders(folders: Sequence[Path]) -> None:
+    """Removes folders that are empty, the last first."""
+    for folder in reversed(folders):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _mode_of(paths: Iterable[Path]) -> int | None:
+    """Returns the mode of the first file that exists, which one that replaces it shall have."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            mode = path.stat().st_mode
+            if stat.S_ISREG(mode):
+                return stat.S_IMODE(mode)
+    return None
+
+
+def _open_new(path: Path, mode: int | None) -> int:
+    """Makes a file, which its owner can write as long as it is open; one that exists, or a link, raises."""
+    handle = os.open(
+        path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666 if mode is None else 0o600
+    )
+    if mode is not None:
+        os.fchmod(handle, mode | 0o600)
+    return handle
+
+
+def write_synced(path: Path, text: bytes) -> None:
+    """Writes a small file as a whole or not at all."""
+    temporary = temporary_name(path, secrets.token_hex(_TOKEN_BYTES))
+    try:
+        remove_leftovers(path.parent, re.escape(short_name(path)))
+        mode = _mode_of([path])
+        with os.fdopen(_open_new(temporary, mode), "wb") as file:
+            file.write(text)
+            file.flush()
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        remove([temporary])
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        # Some file systems cannot sync a folder, and need not.
+        with contextlib.suppress(OSError):
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_folder(new: Path, old: Path) -> None:
+    """Gives the folder `new` the name `old`; a folder that has it is replaced, where the system can do so at once."""
+    aside = new
+    if not old.exists():
+        new.replace(old)
+        sync_folder(old.parent)
+        return
+    shutil.copymode(old, new)
+    if not _exchange_names(new, old):
+        aside = replaced_folder(old)
+        shutil.rmtree(aside, ignore_errors=True)
+        old.replace(aside)
+        try:
+            new.replace(old)
+        except OSError:
+            aside.replace(old)
+            raise
+    sync_folder(old.parent)
+    # What is left of the old one harms nothing, and the next save removes it.
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def replaced_folder(folder: Path) -> Path:
+    """Returns the name that a folder has while another gets its name, where the two cannot be exchanged."""
+    return folder.parent / f".{short_name(folder)}.replaced"
+
+
+def remove_leftover_folders(old: Path) -> None:
+    """Removes what a killed process has left of `replace_folder`, or gives `old` its name back."""
+    aside = replaced_folder(old)
+    # Scripts may have made an empty folder since.
+    if aside.is_dir() and not aside.is_symlink() and not old.is_file() and not any(old.glob("*")):
+        aside.replace(old)
+    remove([aside])
+    remove_leftovers(old.parent, re.escape(short_name(old)))
+
+
+def _exchange_names(first: Path, second: Path) -> bool:
+    """Whether the system could exchange two names at once, as Linux and macOS can on most file systems."""
+    libc = ctypes.CDLL(None)
+    names = os.fsencode(first), os.fsencode(second)
+    if hasattr(libc, "renameat2"):  # with RENAME_EXCHANGE
+        return libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], 2) == 0
+    # With RENAME_SWAP.
+    return hasattr(libc, "renamex_np") and libc.renamex_np(*names, 2) == 0
+
+
+def error_of(work: Callable[[], Any]) -> Exception | None:
+    """Returns what went wrong, so that all processes hear of it before any raises."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001  raised by `agree`, after the others know
+        return error
+    return None
+
+
+def _number(leaf: SavedLeaf) -> str:
+    return f" {leaf.value!r}" if isinstance(leaf.value, bool | int | float | complex) else ""
+
+
+def _create(file: FileLayout, name: Path, mode: int | None) -> None:
+    handle = _open_new(name, mode)
+    try:
+        _reserve(handle, file.size)
+        for offset, text in file.texts:
+            write_at(handle, offset, text)
+    finally:
+        os.close(handle)
+
+
+def _reserve(handle: int, size: int) -> None:
+    """Gives a new file its size, and its place on the disk where the system can do so at once: then writing is faster.
+
+    A disk that is too full raises.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "fallocate"):
+        if libc.fallocate(handle, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
+            return
+        error = ctypes.get_errno()
+        if error in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(error, os.strerror(error))
+    os.truncate(handle, size)
+
+
+@contextlib.contextmanager
+def _opened(name: Path, *, sync: bool) -> Iterator[int]:
+    """A file that the first process has made; `sync` waits until it is on the disk."""
+    try:
+        handle = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"process {process_id()} does not see {name}, which process 0 has made: all processes must write to one "
+            "file system"
+        ) from error
+    try:
+        yield handle
+        if sync:
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _fill(file: FileLayout, name: Path, leaves: Sequence[SavedLeaf], writers: Sequence[int]) -> None:
+    """Writes what this process has of the tensors of a file, and the checksums of the blocks that it fills."""
+    process = process_id()
+    parts = [local_parts(leaves[leaf_index], writers[leaf_index] == process) for leaf_index, _ in file.tensors]
+    if not any(parts):
+        return
+    # A single process syncs at the end.
+    with _opened(name, sync=process_count() > 1) as handle:
+        sums = [
+            write_tensor(handle, offset, leaves[leaf_index], tensor_parts, file.block)
+            for (leaf_index, offset), tensor_parts in zip(file.tensors, parts, strict=True)
+        ]
+        _write_sums(handle, file, np.concatenate(sums))
+
+
+def _fill_sums(file: FileLayout, name: Path, leaves: Sequence[SavedLeaf]) -> None:
+    """Writes this process's share of the checksums of blocks that several runs fill, perhaps of several processes."""
+    sizes = [leaves[leaf_index].nbytes for leaf_index, _ in file.tensors]
+    ends = np.cumsum([0, *(block_count(size, file.block) for size in sizes)])
+    with _opened(name, sync=process_count() > 1) as handle:
+        unknown = unknown_sums(read_at(handle, file.sums_offset, SUM_CHARS * int(ends[-1])))
+        sums = np.full(int(ends[-1]), UNKNOWN, np.uint32)
+        # By their own indices: other processes may have written theirs already.
+        for index in [index for index in unknown if index % process_count() == process_id()]:
+            tensor = int(np.searchsorted(ends, index, "right")) - 1
+            start = (index - int(ends[tensor])) * file.block
+            data = read_at(handle, file.tensors[tensor][1] + start, min(file.block, sizes[tensor] - start))
+            sums[index] = block_sums(np.frombuffer(data, np.uint8), file.block)[0]
+        _write_sums(handle, file, sums)
+
+
+def _write_sums(handle: int, file: FileLayout, sums: np.ndarray) -> None:
+    """Writes those checksums that are known."""
+    edges = np.flatnonzero(np.diff(sums != UNKNOWN, prepend=False, append=False)).reshape(-1, 2)
+    for start, stop in edges.tolist():
+        write_at(handle, file.sums_offset + SUM_CHARS * start, sums_text(sums[start:stop]))
+
+
+def _seal(file: FileLayout, name: Path, mode: int | None) -> None:
+    """Writes the checksum of all headers, gives the file its mode, and waits until everything is on the disk."""
+    with _opened(name, sync=True) as handle:
+        position, crc = sealed([read_at(handle, offset, len(text)) for offset, text in file.texts])
+        write_at(handle, file.texts[-1][0] + position, crc)
+        if mode is not None:
+            os.fchmod(handle, mode)

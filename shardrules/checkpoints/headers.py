@@ -1,0 +1,488 @@
+"""The headers of safetensors files, and the index of several: what they say, and what is wrong with that.
+
+A file is eight bytes that hold the length of its header, the header (JSON: a dtype, a shape and two offsets for each
+tensor), and the tensors, one after the other without gaps. Large models come as several files and an index that says
+which file holds which tensor. Files come from strangers, so nothing in them is trusted: sizes are bounded before
+anything is read, and an index names files in its own folder.
+"""
+
+import collections
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PureWindowsPath
+from typing import Any, TypeAlias, final
+
+import attrs
+import jax.numpy as jnp
+import numpy as np
+
+from shardrules.checkpoints.checksums import DAMAGED, KEY, TensorSums, is_text, read_text
+from shardrules.checkpoints.names import StoredArray
+from shardrules.checkpoints.tensor_file import FileTensor
+from shardrules.core.check import bytes_text
+from shardrules.core.errors import suggest
+from shardrules.core.finding import Finding
+from shardrules.core.storage.files import open_regular
+from shardrules.core.storage.records import read_json
+
+DTYPES: dict[str, Any] = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "U16": np.uint16,
+    "U32": np.uint32,
+    "U64": np.uint64,
+    "I8": np.int8,
+    "I16": np.int16,
+    "I32": np.int32,
+    "I64": np.int64,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2,
+    "F8_E8M0": jnp.float8_e8m0fnu,
+    "F8_E4M3FNUZ": jnp.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": jnp.float8_e5m2fnuz,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "F32": np.float32,
+    "F64": np.float64,
+    "C64": np.complex64,
+}
+"""The dtypes of files that arrays can have."""
+
+INDEX = ".safetensors.index.json"
+"""How the name of an index ends."""
+
+MOST_HEADER_BYTES = 100 * 10**6
+"""The limit of the format itself: ten times the largest header that exists. Doubled, a broken length makes a process
+read more before it is refused; halved, nothing that exists is."""
+
+_METADATA = "__metadata__"
+"""The name of strings in a header, beside those of the tensors."""
+
+_MOST_DIMS = 32
+"""What numpy arrays have at most."""
+
+_MOST_SIZE = 2**63
+"""The sizes and offsets of files are below it."""
+
+_MOST_PROBLEMS = 8
+"""How many findings there are about one file: a damaged header may be wrong at every tensor. Doubled, they fill another
+screen; halved, a second cause would often be missing."""
+
+_POINTER = b"version "
+_HTML = ("it is an HTML page", "download the file itself")
+
+_FORMATS = {
+    _POINTER: ("it is a Git LFS pointer, not the file that it stands for", "fetch the file: git lfs pull"),
+    b"PK\x03\x04": (
+        "it is a zip archive, as torch.save writes",
+        "convert it with save_file of the package safetensors",
+    ),
+    b"GGUF": ("it is a GGUF file", "use the safetensors that it was converted from"),
+    b"<!": _HTML,
+    b"<htm": _HTML,
+}
+"""What is often found under the name of a safetensors file, by its first bytes, and what to do about it."""
+
+_KINDS = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean", type(None): "null"}
+"""What JSON may be instead of a table."""
+
+_COPY = "copy or download the file again"
+
+
+@final
+@attrs.frozen(eq=False)
+class Safetensors:
+    """What the headers of one or more files say."""
+
+    stored: dict[str, StoredArray]
+    """Each tensor by name."""
+    tensors: Mapping[str, FileTensor]
+    """Where each tensor is, for dtypes that arrays can have."""
+    problems: list[Finding]
+
+
+@final
+@attrs.frozen(eq=False)
+class SafetensorsIndex:
+    """What an index says."""
+
+    path: Path
+    files: dict[str, Path]
+    """The file of each tensor."""
+    total_bytes: int | None
+    """The bytes of all tensors, if it says so."""
+    problems: list[Finding]
+
+
+@final
+class _BrokenError(Exception):
+    """Text that cannot be what it should be; the message says why."""
+
+
+def _problem(path: Path, message: str, remedy: str = "") -> Finding:
+    return Finding("error", "file", message, str(path), remedy)
+
+
+def read_headers(path: Path, *, whole: bool = True, verify: bool = True) -> Safetensors:
+    """Reads the headers of a file, an index, or a folder with an index or with files, and nothing else.
+
+    With `whole=False` the tensors themselves may be missing: planning takes only the headers. With `verify=False`
+    checksums are ignored.
+    """
+    stored: dict[str, StoredArray] = {}
+    headers: dict[str, _Header] = {}
+    files, index, problems = _files(path, verify)
+    for file in files:
+        header, file_problems = _read_header(file, whole, verify)
+        problems += file_problems
+        arrays = header.stored
+        if index:  # it says which of several files counts
+            arrays = {name: array for name, array in arrays.items() if name not in index or index[name] == file}
+        if not stored.keys().isdisjoint(arrays):
+            remedy = "write an index that says which one counts"
+            twice = [name for name in arrays if name in stored]
+            problems += [_problem(file, f"{name!r} is in another file too", remedy) for name in twice]
+        stored |= arrays
+        headers |= dict.fromkeys(arrays, header)
+    return Safetensors(stored, _Tensors(headers), [*problems, *_missing(index, stored, problems)])
+
+
+def _missing(
+    index: Mapping[str, Path], stored: Mapping[str, StoredArray], problems: list[Finding]
+) -> Iterator[Finding]:
+    """Yields a finding for each file that lacks what the index says it has."""
+    unreadable = dict.fromkeys(finding.path for finding in problems)
+    missing: dict[Path, list[str]] = {}
+    for name, file in index.items():
+        if name not in stored and str(file) not in unreadable:
+            missing.setdefault(file, []).append(name)
+    for count, (file, names) in enumerate(missing.items()):
+        hint = suggest(names[0], stored) if count < _MOST_PROBLEMS else ""  # each looks at all names
+        more = f", nor {len(names) - 1} more" if len(names) > 1 else ""
+        yield _problem(
+            file, f"the index says that it has {names[0]!r}, and it does not{hint}{more}", "write the index again"
+        )
+
+
+def _files(path: Path, verify: bool) -> tuple[list[Path], dict[str, Path], list[Finding]]:
+    """Returns the files to read, for each tensor in an index its file, and what is wrong."""
+    try:
+        if path.is_dir():
+            inside = sorted(path.iterdir())
+            indices = [file for file in inside if file.name.endswith(INDEX)]
+            files = [file for file in inside if file.suffix == ".safetensors"]
+            if len(indices) > 1:
+                listed = ", ".join(file.name for file in indices)
+                return [], {}, [_problem(path, f"it has several indices: {listed}", "pass one of them")]
+            if not indices:
+                remedy = "pass the folder or the file that was saved"
+                missing = [] if files else [_problem(path, "this folder has no .safetensors file", remedy)]
+                return files, {}, missing
+            path = indices[0]
+        if not path.is_file():
+            what = "it is not a regular file" if path.exists() else "no such file or folder"
+            return [], {}, [_problem(path, what)]
+    except OSError as error:
+        return [], {}, [_problem(path, f"cannot be read: {error.strerror or error}")]
+    if path.suffix != ".json":
+        return [path], {}, []
+    index = read_index(path, verify=verify)
+    problems = list(index.problems)
+    files = []
+    for file in dict.fromkeys(index.files.values()):
+        problem = _absence(file, path)
+        if problem is None:
+            files.append(file)
+        else:
+            problems.append(problem)
+    return files, index.files, problems
+
+
+def _absence(file: Path, index: Path) -> Finding | None:
+    try:
+        if file.is_file():
+            return None
+        what = "is not a regular file" if file.exists() else "does not exist"
+        message = f"the index {index.name} names this file, and it {what}"
+    except OSError as error:
+        message = f"the index {index.name} names this file, and it cannot be read: {error.strerror or error}"
+    return _problem(file, message, "download it, or write the index again")
+
+
+def read_index(path: Path, *, verify: bool = True) -> SafetensorsIndex:
+    """Reads an index; the files that it names may be missing."""
+    try:
+        text = _read_text(path)
+        table = _table(text, _unique_keys)
+        weight_map = table.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise _BrokenError("it has no weight_map, or an empty one")
+        paths: dict[str, Path] = {}
+        for name, file in weight_map.items():
+            _check_name(name)
+            if not isinstance(file, str) or file not in paths:
+                _check_file(name, file)
+                paths[file] = path.parent / file
+    except (_BrokenError, OSError) as error:
+        remedy = 'an index holds {"weight_map": {name: file}}; copy or download it again'
+        why = str(error) if isinstance(error, _BrokenError) else error.strerror or error
+        return SafetensorsIndex(path, {}, None, [_problem(path, f"it is not an index of safetensors: {why}", remedy)])
+    metadata = table.get("metadata")
+    # A flipped bit may have changed the name of the metadata, too.
+    others = [value for value in table.values() if value is not metadata and isinstance(value, dict) and KEY in value]
+    if verify and (others or _sums(metadata, {}, text) is None):
+        return SafetensorsIndex(path, {}, None, [_problem(path, "it differs from its checksum", DAMAGED)])
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    # Some indices have it as a float.
+    is_size = isinstance(total, int | float) and not isinstance(total, bool) and 0 < total < 2**63
+    total_bytes = int(total) if is_size else None  # pyright: ignore[reportArgumentType]
+    return SafetensorsIndex(path, {name: paths[file] for name, file in weight_map.items()}, total_bytes, [])
+
+
+def _check_file(name: str, file: Any) -> None:
+    """Refuses files that are not in the folder of the index, or below it."""
+    if not isinstance(file, str) or not file:
+        raise _BrokenError(f"its weight_map has {file!r:.60} for {name!r:.60}, which is not the name of a file")
+    windows = PureWindowsPath(file)  # also reads forward slashes
+    if windows.is_absolute() or windows.drive or windows.root or ".." in windows.parts or Path(file).is_absolute():
+        raise _BrokenError(f"its weight_map has {file!r:.80} for {name!r:.60}, which is not in the folder of the index")
+    if not file.endswith(".safetensors"):
+        raise _BrokenError(f"its weight_map has {file!r:.80} for {name!r:.60}, which is not a .safetensors file")
+
+
+def is_pointer(path: Path) -> bool:
+    """Returns whether a file is what Git LFS leaves for one that was not fetched."""
+    with open_regular(path) as file:
+        return file.read(8) == _POINTER
+
+
+def _read_text(path: Path) -> bytes:
+    """The text of an index, which may begin with a mark of its encoding."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MOST_HEADER_BYTES:
+            raise _BrokenError(f"it has {bytes_text(size)}, and an index at most {bytes_text(MOST_HEADER_BYTES)}")
+        return file.read().removeprefix(b"\xef\xbb\xbf")
+
+
+@final
+@attrs.frozen(eq=False)
+class _Header:
+    """What a file holds."""
+
+    path: Path
+    begin: int = 0
+    """Where its data begin."""
+    entries: Mapping[str, "_Entry"] = attrs.field(factory=dict)
+    stored: dict[str, StoredArray] = attrs.field(factory=dict)
+    sums: Mapping[str, TensorSums] = attrs.field(factory=dict)
+    """The checksums of tensors that have any."""
+
+    def tensor(self, name: str) -> FileTensor | None:
+        """Where a tensor is; `None` for a dtype that arrays cannot have."""
+        dtype, (_, shape, start, _) = self.stored[name].dtype, self.entries[name]
+        if dtype is None:
+            return None
+        return FileTensor(self.path, self.begin + start, shape, dtype, name=repr(name), sums=self.sums.get(name))
+
+
+@final
+@attrs.frozen(eq=False)
+class _Tensors(Mapping[str, FileTensor]):
+    """Where tensors are: worked out for those that are asked for, since headers may hold a million."""
+
+    headers: Mapping[str, _Header]
+
+    def __getitem__(self, name: str) -> FileTensor:
+        tensor = self.headers[name].tensor(name)
+        if tensor is None:
+            raise KeyError(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, header in self.headers.items() if header.stored[name].dtype is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _read_header(path: Path, whole: bool, verify: bool) -> tuple[_Header, list[Finding]]:
+    """Returns what a file holds, and what is wrong with it."""
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            begin = 8 + length
+            # As lengths, these are all longer than the files that begin so, or than the limit.
+            for magic, (message, remedy) in _FORMATS.items():
+                if (begin > size or length > MOST_HEADER_BYTES) and start.startswith(magic):
+                    return _Header(path), [_problem(path, message, remedy)]
+            if size < 8 or begin > size:
+                message = f"it has {size} bytes, and its header alone would end at byte {begin}"
+                return _Header(path), [_problem(path, message, _COPY)]
+            if length > MOST_HEADER_BYTES:
+                message = (
+                    f"its header would take {bytes_text(length)}, and the format allows {MOST_HEADER_BYTES:,} bytes"
+                )
+                return _Header(path), [_problem(path, message, "it is damaged, or not a safetensors file; " + _COPY)]
+            text = file.read(length)
+        table = _table(text, _entry_or_table)
+        entries = _entries(table)
+    except _BrokenError as error:
+        return _Header(path), [_problem(path, f"its header cannot be read: {error}", _COPY)]
+    except OSError as error:
+        return _Header(path), [_problem(path, f"cannot be read: {error.strerror or error}")]
+    # A damaged file may still have a header that can be read: offsets must fill the file exactly.
+    messages = list(_offset_problems(entries, size - begin if whole else None))
+    sums = _sums(table.get(_METADATA), entries, start + text) if verify and not messages else {}
+    if sums is None:
+        return _Header(path), [_problem(path, "its header differs from its checksum", DAMAGED)]
+    stored: dict[str, StoredArray] = {}
+    # Layers repeat, so that headers of a million tensors have few kinds of them.
+    kinds: dict[tuple[str, tuple[int, ...]], tuple[StoredArray, int | None]] = {}
+    for name, (dtype_name, shape, first, end) in entries.items():
+        kind = kinds.get((dtype_name, shape))
+        if kind is None:
+            dtype = np.dtype(DTYPES[dtype_name]) if dtype_name in DTYPES else None
+            nbytes = None if dtype is None else math.prod(shape) * dtype.itemsize
+            kind = kinds[dtype_name, shape] = StoredArray(shape, dtype, dtype_name), nbytes
+        stored[name], nbytes = kind
+        if nbytes is not None and nbytes != end - first:
+            messages.append(f"{name!r}, {stored[name]}, takes {nbytes} bytes, not the {end - first} it has")
+    problems = [_problem(path, message, _COPY) for message in messages[:_MOST_PROBLEMS]]
+    if len(messages) > _MOST_PROBLEMS:
+        problems.append(_problem(path, f"and {len(messages) - _MOST_PROBLEMS} more problems of this kind", _COPY))
+    return _Header(path, begin, entries, stored, sums), problems
+
+
+_Entry: TypeAlias = tuple[str, tuple[int, ...], int, int]
+
+_KEYS = ("dtype", "shape", "data_offsets")
+
+
+def _entries(table: Mapping[str, Any]) -> dict[str, _Entry]:
+    """Returns the dtype, the shape and the offsets of each tensor in a header."""
+    entries = {name: _entry(name, entry) for name, entry in table.items() if name != _METADATA}
+    try:
+        "".join(entries).encode()  # half a pair of surrogates
+    except UnicodeEncodeError:
+        for name in entries:
+            _check_name(name)
+    return entries
+
+
+def _sums(metadata: Any, entries: Mapping[str, _Entry], header: bytes) -> dict[str, TensorSums] | None:
+    """Returns the checksums of the tensors, if the metadata have any; `None` where header or checksums are damaged."""
+    texts = (
+        {key: text for key, text in metadata.items() if key == KEY or is_text(text)}
+        if isinstance(metadata, dict)
+        else {}
+    )
+    if not texts:
+        return {}
+    names = sorted(entries, key=lambda name: entries[name][2:])
+    sizes = [end - start for _, _, start, end in map(entries.__getitem__, names)]
+    sums = read_text(str(texts[KEY]), [header], sizes) if list(texts) == [KEY] else None
+    return None if sums is None else dict(zip(names, sums, strict=True))
+
+
+def _table(text: bytes, read: Callable[[list[tuple[str, Any]]], Any]) -> dict[str, Any]:
+    """Returns the table that JSON holds; a `_BrokenError` says why it holds none. `read` makes tables from pairs."""
+    try:
+        # Sizes are checked below.
+        table = read_json(text.decode("utf-8"), object_pairs_hook=read, parse_int=int)
+    except UnicodeDecodeError as error:
+        raise _BrokenError(f"byte {error.start} of it is not UTF-8 text") from error
+    except json.JSONDecodeError as error:
+        cut = ", where it ends" if error.pos >= len(error.doc.rstrip()) else ""
+        raise _BrokenError(f"it is not JSON: {error.msg} at character {error.pos}{cut}") from error
+    except ValueError as error:  # a number of more digits than Python reads
+        raise _BrokenError(f"it is not JSON: {error!s:.80}") from error
+    if isinstance(table, tuple):  # what looks like a tensor is the whole
+        return _table(text, _unique_keys)
+    if not isinstance(table, dict):
+        raise _BrokenError(f"it holds {_KINDS[type(table)]}, not a table by name")
+    return table
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        counts = collections.Counter(name for name, _ in pairs)
+        raise _BrokenError(f"{counts.most_common(1)[0][0]!r:.80} is in it twice")
+    return result
+
+
+def _check_name(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise _BrokenError(f"the name {name!r:.80} is not Unicode text") from error
+
+
+def _entry_or_table(pairs: list[tuple[str, Any]]) -> _Entry | dict[str, Any]:
+    """Returns the entry of a tensor if that is all that a table of JSON is, else the table.
+
+    Headers have up to a million entries: as tables with lists, the collector would go through them again and again.
+    """
+    if len(pairs) == 3:
+        (first, dtype), (second, shape), (third, offsets) = pairs
+        if (first, second, third) == _KEYS and _is_entry(dtype, shape, offsets):
+            return dtype, tuple(shape), *offsets
+    return _unique_keys(pairs)
+
+
+def _is_entry(dtype: Any, shape: Any, offsets: Any) -> bool:
+    if type(shape) is not list or type(offsets) is not list or len(shape) > _MOST_DIMS or len(offsets) != 2:
+        return False
+    for size in (*shape, *offsets):
+        # JSON's true is another integer in Python; and the product of sizes beyond those of files is too long to print.
+        if type(size) is not int or not 0 <= size < _MOST_SIZE:
+            return False
+    return offsets[0] <= offsets[1] and type(dtype) is str and dtype.isidentifier()
+
+
+def _entry(name: str, entry: Any) -> _Entry:
+    """Returns the dtype, the shape and the offsets of a tensor from its JSON."""
+    if isinstance(entry, tuple):
+        return entry  # pyright: ignore[reportReturnType]  of `_entry_or_table`
+    parts: list[Any] = [entry.get(key) if isinstance(entry, dict) else None for key in _KEYS]
+    dtype, shape, offsets = parts
+    if not _is_entry(dtype, shape, offsets):
+        raise _BrokenError(f"{name!r:.80} {_fault(entry)}")
+    return dtype, tuple(shape), *offsets
+
+
+def _fault(entry: Any) -> str:
+    """Returns what is wrong with the JSON of a tensor."""
+    if not isinstance(entry, dict):
+        return f"is {entry!r:.40}, not a table with {', '.join(_KEYS)}"
+    for key in _KEYS:
+        if key not in entry:
+            return f"has no {key}"
+    dtype, shape, offsets = map(entry.get, _KEYS)
+    if not _is_entry(dtype, [], [0, 0]):
+        return f"has the dtype {dtype!r:.40}, which is not one"
+    if not _is_entry("F32", shape, [0, 0]):
+        return f"has the shape {shape!r:.60}, which is not one"
+    return f"has the data_offsets {offsets!r:.60}, which are not two ascending ones"
+
+
+def _offset_problems(entries: Mapping[str, _Entry], size: int | None) -> Iterator[str]:
+    """Yields what is wrong with offsets: tensors must fill the bytes after the header without gaps."""
+    previous_end, previous = 0, ""
+    for start, end, name in sorted((start, end, name) for name, (_, _, start, end) in entries.items()):
+        if start < previous_end:
+            yield f"{name!r} begins at byte {start} of the data, before {previous!r} ends at byte {previous_end}"
+        elif start > previous_end:
+            yield f"bytes {previous_end} to {start} of the data, before {name!r}, belong to no tensor"
+        previous_end, previous = max(previous_end, end), name
+    if size is None:
+        return
+    if previous_end > size:
+        yield f"it ends at byte {size} of the data, and {previous!r} would end at byte {previous_end}"
+    elif previous_end < size:
+        yield f"bytes {previous_end} to {size} of the data, after the last tensor, belong to no tensor"

@@ -1,0 +1,114 @@
+"""What an autoplan found, as a record to keep: without the function, the program and the search."""
+
+import json
+import typing
+from collections.abc import Callable
+from typing import Any, Self, TypeVar, final
+
+import attrs
+
+from shardrules.core.errors import ReportError
+from shardrules.core.finding import Finding
+from shardrules.core.rule import ShardingPlan
+from shardrules.core.storage.records import SAVE_AGAIN, read_json, reading, record
+from shardrules.programs.autoplan.answer.explain import RegionUse, SplitDim
+from shardrules.programs.autoplan.answer.findings import Remarks
+from shardrules.programs.autoplan.answer.frontier import FrontierPoint
+from shardrules.programs.autoplan.answer.plan import AutoPlan, Candidate, CompiledPlan, Status
+from shardrules.programs.autoplan.answer.version import FORMAT
+from shardrules.programs.costs.step_time import StepTime
+
+_Report = TypeVar("_Report")
+
+
+@final
+@attrs.frozen
+class AutoPlanReport:
+    """What `autoplan` found, to keep in a file and show on a page.
+
+    ```python
+    planned = sr.autoplan(lambda w, x: x @ w, jnp.ones((64, 64)), jnp.ones((4096, 64)), mesh=sr.mesh_shape("data:8"))
+    report = sr.reports.AutoPlanReport.of(planned)
+    assert sr.reports.AutoPlanReport.from_json(report.to_json()) == report
+    ```
+    """
+
+    name: str
+    """The function."""
+    mesh: str
+    status: Status
+    cost: float
+    """The modelled time of a call, in seconds."""
+    bound: float
+    """What every plan costs at least."""
+    time: StepTime
+    sent_bytes: tuple[tuple[str, int], ...]
+    """What a device sends in one call, by kind of collective."""
+    peak_bytes: int
+    memory_limit: int
+    price_of_memory: float
+    """What one more byte of memory would save, in seconds."""
+    split_dims: tuple[SplitDim, ...]
+    regions: tuple[RegionUse, ...]
+    """How each `shardrules.region` runs, and what its alternatives would take."""
+    frontier: tuple[FrontierPoint, ...]
+    """The best plans for other budgets, if requested."""
+    candidates: tuple[Candidate, ...]
+    """The meshes that were tried, if there were several."""
+    compiled: tuple[CompiledPlan, ...]
+    """The plans that were compiled, if the compiler was to decide which fit."""
+    findings: tuple[Finding, ...]
+    plan: ShardingPlan
+    """The plan of all arguments."""
+
+    @classmethod
+    def of(cls, planned: AutoPlan, *, frontier: int = 0) -> Self:
+        """Returns the report of a plan, with a frontier of so many budgets; each takes a search."""
+        remarks = Remarks()
+        points = remarks.of("what memory is worth", lambda: planned.frontier(frontier).points, ()) if frontier else ()
+        return cls(
+            planned.call.name,
+            planned.plan.placements().mesh,
+            planned.status,
+            planned.cost,
+            planned.bound,
+            planned.step_time,
+            tuple(planned.sent_bytes.items()),
+            planned.peak_bytes,
+            planned.memory_limit,
+            planned.price_of_memory,
+            planned.split_dims,
+            planned.regions,
+            points,
+            planned.candidates,
+            planned.compiled,
+            (*planned.findings, *remarks.findings),
+            planned.plan,
+        )
+
+    def to_json(self) -> str:
+        """Returns the report as JSON that `from_json` reads; its `plan` is as `ShardingPlan.to_json` writes it."""
+        figures = attrs.asdict(
+            self, filter=lambda field, value: field.name != "plan" and (field.name != "source" or bool(value))
+        )
+        plan = json.loads(self.plan.to_json())
+        return json.dumps({"shardrules_autoplan": FORMAT, **figures, "plan": plan}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Returns the report that `to_json` wrote, or raises `ReportError`."""
+        return read_plan_report(cls, text, "shardrules_autoplan", FORMAT, "an autoplan report")
+
+
+def read_plan_report(kind: Callable[..., _Report], text: str, key: str, version: int, what: str) -> _Report:
+    """Reads a report with a `plan` from JSON that has its format's version under a key, or raises `ReportError`."""
+    with reading(ReportError, what):
+        data: dict[str, Any] = read_json(text)
+        if data[key] != version:
+            raise ReportError(f"this report has format {data[key]!r}, this version reads {version}")
+        fields = typing.get_type_hints(kind)
+        if missing := [name for name in fields if name not in data]:
+            raise LookupError(f"{', '.join(missing)} missing. {SAVE_AGAIN}")
+        # The plan has a format of its own, with a version.
+        values = {name: record(field, data[name], name) for name, field in fields.items() if name != "plan"}
+        return kind(**values, plan=ShardingPlan.from_json(json.dumps(data["plan"])))

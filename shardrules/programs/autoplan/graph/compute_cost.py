@@ -1,0 +1,318 @@
+"""What an operation takes on one device: computing, or reading and writing memory, whichever is longer.
+
+The figures are those of an audit: the rates that hardware reaches for matmuls of a shape, here of the shapes of each
+layout, for memory traffic, and the launch of a kernel.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import attrs
+import numpy as np
+
+from shardrules.programs.autoplan.graph.home import Home, nest_home, project
+from shardrules.programs.autoplan.graph.host_moves import host_move
+from shardrules.programs.autoplan.graph.layouts import shard_counts
+from shardrules.programs.autoplan.graph.machine import Machine
+from shardrules.programs.autoplan.graph.operand_copies import OperandCopies, copied_filter
+from shardrules.programs.autoplan.traced.fusion import FusedProgram
+from shardrules.programs.autoplan.traced.kernels import IN_PLACE, is_matmul, reduced_runs
+from shardrules.programs.autoplan.traced.program import Operation
+from shardrules.programs.autoplan.traced.ragged import copied_operands, group_count, group_factor, sums_rows
+from shardrules.programs.compiling.fused_calls import fused_matmul
+from shardrules.programs.costs.attention import attention_seconds, is_attention
+from shardrules.programs.costs.kernels import READS_PER_WRITE
+from shardrules.programs.costs.matmul import flops_seconds, matmul_seconds
+from shardrules.programs.costs.memory import host_seconds, traffic_seconds
+from shardrules.programs.machine.measured import ROW_BYTES
+
+_LOOP_KERNELS = 1
+"""The kernels of a round that the function does not write: one counts rounds, whose number is known. Loops of small
+rounds, as over time steps, would be too fast without it."""
+
+
+@final
+@attrs.define(eq=False)
+class ComputeCosts:
+    """What the operations of a program take. Equal matmuls in equal layouts are priced once."""
+
+    fusion: FusedProgram
+    machine: Machine
+    feedback: Mapping[int, int]
+    _matmuls: dict[Any, np.ndarray] = attrs.field(factory=dict, init=False)
+
+    def seconds(
+        self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The seconds that all runs of an operation take, for each of the `layouts` of its node; and these seconds
+        again where memory limits it, else 0."""
+        operation, hardware = self.fusion.program.operations[op_index], self.machine.hardware
+        seconds = self._traffic_seconds(op_index, node, layouts, operand_homes)
+        is_memory_bound = np.ones(len(layouts), bool)
+        if is_matmul(operation):
+            homes = [operand_homes.get((op_index, operand_index)) for operand_index in range(2)]
+            multiplying = self._matmul_seconds(operation, layouts, homes)
+            is_memory_bound = seconds >= multiplying
+            seconds = np.maximum(seconds, multiplying)
+        copied = self._operand_copy_bytes(op_index, layouts, operand_homes)
+        copied = copied + self._filter_copy_bytes(op_index, node, layouts, operand_homes)
+        copied = copied + self._masked_copy_bytes(op_index, layouts, operand_homes)
+        seconds = seconds + copied * traffic_seconds(1, hardware) + (copied > 0) * hardware.launch_seconds
+        loop_kernels = 0 if hardware.clock_hertz else _LOOP_KERNELS  # TPUs have a core for scalars
+        seconds = seconds + self._host_seconds(op_index, node, layouts)
+        # A kernel of a GPU reduces dims that are next to each other.
+        kernels = max(1, reduced_runs(operation)) if self.machine.is_gpu and operation.role == "compute" else 1
+        launches = kernels * (op_index in self.fusion.kernels) + loop_kernels * (op_index in self._loop_heads)
+        seconds = (seconds + launches * hardware.launch_seconds) * operation.run_count
+        return seconds, seconds * is_memory_bound
+
+    def seconds_of_one(self, op_index: int) -> float:
+        """The seconds that all runs of an operation take on a machine of one device, where nothing is split."""
+        program = self.fusion.program
+        homes = {
+            (op_index, index): Home(0, (None,) * len(program.arrays[operand].shape))
+            for index, operand in enumerate(program.operations[op_index].operands)
+            if operand is not None
+        }
+        return float(self.seconds(op_index, 0, np.zeros((1, 0), np.int8), homes)[0][0])
+
+    def _host_seconds(self, op_index: int, node: int, layouts: np.ndarray) -> np.ndarray:
+        """What sending to the host, or fetching from there, takes beside what is computed meanwhile."""
+        move = host_move(self.fusion.program, op_index, self.machine.assumptions)
+        if move is None:
+            return np.zeros(len(layouts))
+        exposed = move.exposed * host_seconds(move.nbytes, self.machine.hardware)
+        return exposed / self._result_counts(self.fusion.program.operations[op_index], node, layouts, 0)
+
+    @functools.cached_property
+    def _loop_heads(self) -> frozenset[int]:
+        """The first array that goes round each loop."""
+        program = self.fusion.program
+        heads: dict[int, int] = {}
+        for op_index, operation in enumerate(program.operations):
+            if operation.role == "join" and operation.name == "join" and program.arrays[operation.results[0]].shape:
+                heads.setdefault(operation.region, op_index)
+        return frozenset(heads.values())
+
+    def _traffic_seconds(
+        self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
+    ) -> np.ndarray:
+        """What reading and writing takes in each layout."""
+        read, written = self._traffic_bytes(op_index, node, layouts, operand_homes)
+        hardware = self.machine.hardware
+        # A kernel that begins at another operation may read less than it writes there.
+        only_reads = (op_index in self.fusion.kernels) & (read >= READS_PER_WRITE * written)
+        access = np.where(only_reads, traffic_seconds(1, hardware, "read"), traffic_seconds(1, hardware))
+        gathered = np.minimum(self._gathered_bytes(op_index, node, layouts, operand_homes), read + written)
+        return (read + written - gathered) * access + gathered * traffic_seconds(1, hardware, "gather")
+
+    def _gathered_bytes(
+        self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
+    ) -> np.ndarray:
+        """What a gather or a scatter reads and writes in short rows at any positions, in each layout."""
+        operation, arrays = self.fusion.program.operations[op_index], self.fusion.program.arrays
+        operand_index = 0 if operation.name == "gather" else 2
+        is_gather = operation.name == "gather" or operation.name.startswith("scatter")
+        operand = operation.operands[operand_index] if is_gather else None
+        if operand is None:
+            return np.zeros(len(layouts))
+        home = operand_homes.get((op_index, operand_index))
+        sizes = self._local_shapes(arrays[operand].shape, layouts, home)
+        numbers = operation.equation.params["dimension_numbers"]
+        if operation.name == "gather":
+            # A window over all of a dim has its piece on each device.
+            row = np.minimum(sizes, np.array(operation.equation.params["slice_sizes"])).prod(axis=1)
+            (result,) = operation.results
+            moved = math.prod(arrays[result].shape) / self._result_counts(operation, node, layouts, 0)
+        else:
+            row, moved = sizes[:, list(numbers.update_window_dims)].prod(axis=1), sizes.prod(axis=1)
+        itemsize = arrays[operand].nbytes / max(1, math.prod(arrays[operand].shape))
+        return np.where(row * itemsize <= ROW_BYTES, 2 * moved * itemsize, 0.0)
+
+    def _traffic_bytes(
+        self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What a device reads, and what it writes, in each layout."""
+        fusion, machine = self.fusion, self.machine
+        operation = fusion.program.operations[op_index]
+        copies = self._masked_copies(operation, layouts)
+        read, written = np.zeros(len(layouts)), np.zeros(len(layouts))
+        for operand_index in range(len(operation.operands)):
+            home, nbytes = operand_homes.get((op_index, operand_index)), fusion.read_bytes(op_index, operand_index)
+            if home is not None and nbytes and op_index not in self._updated_pieces:
+                # However a part is looked up, and whatever splits it, each device touches its piece of it.
+                is_part = bool(operation.factors.reduced) and fusion.touches_part(op_index, operand_index)
+                pieces = shard_counts(layouts if is_part else project(layouts, home), machine)
+                read += nbytes * copies.get(operand_index, 1) / pieces
+            copied = fusion.copied_bytes(op_index) if home is not None and operand_index == 0 else 0.0
+            if copied and home is not None:
+                pieces = copied / shard_counts(project(layouts, home), machine)
+                read, written = read + pieces, written + pieces
+        for result_index, result in enumerate(operation.results):
+            nbytes = self._updated_pieces.get(op_index, fusion.written_bytes(op_index, result_index))
+            if not fusion.program.arrays[result].shape or not nbytes:
+                continue
+            if operation.role == "leave":
+                # A stack is filled with zeros before the loop, but not by compilers for TPUs. If it is passed again as
+                # the argument that the loop reads, whose memory it cannot take before the end, it is copied there.
+                nbytes *= 1 + (machine.hardware.torus_dims == 0) + 2 * (op_index in self._copied_stacks)
+            written += nbytes / self._result_counts(operation, node, layouts, result_index)
+        return read, written
+
+    def _masked_copies(self, operation: Operation, layouts: np.ndarray) -> dict[int, np.ndarray]:
+        """How many masked copies a device has of each operand of a ragged matmul, in each layout."""
+        if operation.name != "ragged_dot_general" or self.machine.has_ragged_kernels:
+            return {}
+        factor = group_factor(operation)
+        is_split = np.zeros(layouts.shape, bool) if factor is None else layouts == factor
+        pieces = np.where(is_split, self.machine.sizes, 1).prod(axis=1)
+        copies: np.ndarray = group_count(operation) / pieces
+        return dict.fromkeys(copied_operands(operation), copies)
+
+    def _masked_copy_bytes(
+        self, op_index: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
+    ) -> np.ndarray:
+        """What a device reads and writes to make the masked copies of a ragged matmul, before it reads them."""
+        operation, arrays = self.fusion.program.operations[op_index], self.fusion.program.arrays
+        moved = np.zeros(len(layouts))
+        for operand_index, copies in self._masked_copies(operation, layouts).items():
+            operand, home = operation.operands[operand_index], operand_homes.get((op_index, operand_index))
+            if operand is not None and home is not None:
+                # For sums over rows, the copies that other matmuls of these rows take are transposed.
+                times = 2 * copies if sums_rows(operation) else 1 + copies
+                moved += times * arrays[operand].nbytes / shard_counts(project(layouts, home), self.machine)
+        return moved
+
+    def _result_counts(self, operation: Operation, node: int, layouts: np.ndarray, result_index: int) -> np.ndarray:
+        """Into how many pieces a result is split, in each layout."""
+        # A node of one result has the layouts of that result; one over the loops of an operation has to be projected.
+        rows, factors = layouts, operation.factors
+        is_part = bool(factors.reduced) and operation.name in IN_PLACE
+        if operation.is_nest and not is_part:
+            rows = project(
+                layouts, nest_home(node, factors, factors.results[result_index], factors.summed(result_index))
+            )
+        return shard_counts(rows, self.machine)
+
+    def _operand_copy_bytes(
+        self, op_index: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
+    ) -> np.ndarray:
+        """What a device reads and writes to copy operands into the order that a dot takes."""
+        operation, arrays = self.fusion.program.operations[op_index], self.fusion.program.arrays
+        if operation.name != "dot_general" or not self.machine.is_gpu or None in operation.operands:
+            return np.zeros(len(layouts))
+        shapes = [arrays[operand].shape for operand in operation.operands if operand is not None]
+        homes = [operand_homes.get((op_index, operand_index)) for operand_index in range(2)]
+        sizes = [self._local_shapes(shape, layouts, home) for shape, home in zip(shapes, homes, strict=True)]
+        return self._operand_copies.nbytes(op_index, sizes)
+
+    def _filter_copy_bytes(
+        self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
+    ) -> np.ndarray:
+        """What a device reads and writes to copy a filter, or its gradient, into the order of cuDNN or from it."""
+        program = self.fusion.program
+        operation = program.operations[op_index]
+        filter_index = copied_filter(program, operation) if self.machine.is_gpu else None
+        if filter_index is None:
+            return np.zeros(len(layouts))
+        array = program.arrays[filter_index]
+        if filter_index in operation.results:
+            return 2 * array.nbytes / self._result_counts(operation, node, layouts, 0)
+        sizes = self._local_shapes(array.shape, layouts, operand_homes.get((op_index, 1)))
+        return 2 * array.nbytes / max(1, math.prod(array.shape)) * sizes.prod(axis=1)
+
+    @functools.cached_property
+    def _operand_copies(self) -> OperandCopies:
+        return OperandCopies(self.fusion)
+
+    @functools.cached_property
+    def _updated_pieces(self) -> dict[int, int]:
+        """What is written where a loop takes its piece of a stack and updates it: nothing if the kernels that use the
+        result read the piece and the update, and for a matmul the updated piece, and the piece as it was."""
+        program, fusion = self.fusion.program, self.fusion
+        written: dict[int, int] = {}
+        for op_index, operation in enumerate(program.operations):
+            piece = operation.operands[0] if operation.operands else None
+            producer = None if piece is None else program.producers.get(piece)
+            if operation.name != "dynamic_update_slice" or piece is None or producer is None:
+                continue
+            if program.operations[producer].role == "enter" and piece not in fusion.written:
+                users = [program.operations[user] for user, _ in program.users.get(operation.results[0], ())]
+                if any(is_matmul(user) for user in users):
+                    written[op_index] = 2 * program.arrays[piece].nbytes
+                else:
+                    written[producer] = 0
+        return written
+
+    @functools.cached_property
+    def _copied_stacks(self) -> frozenset[int]:
+        """The stacks that leave a loop which reads the argument that they become in the next call."""
+        program, sources = self.fusion.program, self.fusion.sources
+        read = {
+            (operation.equation_index, sources.get(operand, operand))
+            for operation in program.operations
+            for operand in operation.operands
+            if operation.role == "enter" and operand is not None
+        }
+        arguments = {sources.get(result, result): argument for result, argument in self.feedback.items()}
+        return frozenset(
+            op_index
+            for op_index, operation in enumerate(program.operations)
+            if operation.role == "leave" and (operation.equation_index, arguments.get(operation.results[0])) in read
+        )
+
+    def _matmul_seconds(self, operation: Operation, layouts: np.ndarray, homes: Sequence[Home | None]) -> np.ndarray:
+        """What multiplying takes in each layout, at the rate of the shapes that a device has."""
+        shapes = [
+            self.fusion.program.arrays[operand].shape for operand in operation.operands[:2] if operand is not None
+        ]
+        precision = _precision(operation)
+        fused = fused_matmul(operation.equation)
+        if fused is not None and is_attention(fused):
+            return attention_seconds(fused, self.machine.hardware) / shard_counts(layouts, self.machine)
+        if operation.name != "dot_general" or len(shapes) < 2:
+            flops = operation.flops * (1 if self.machine.has_ragged_kernels else group_count(operation))
+            large = flops_seconds(flops, operation.dtype, precision, self.machine.hardware)
+            return large / shard_counts(layouts, self.machine)
+        numbers = operation.equation.params["dimension_numbers"]
+        dims = tuple(None if home is None else home.dims for home in homes)
+        key = (*shapes, numbers, dims, operation.dtype, precision, layouts.shape, layouts.tobytes())
+        if key not in self._matmuls:
+            left, right = (self._local_shapes(shape, layouts, home) for shape, home in zip(shapes, homes, strict=True))
+            (left_sum, right_sum), (left_batch, right_batch) = numbers
+            sizes = np.stack(
+                [
+                    left[:, list(left_batch)].prod(axis=1),
+                    np.delete(left, [*left_sum, *left_batch], axis=1).prod(axis=1),
+                    np.delete(right, [*right_sum, *right_batch], axis=1).prod(axis=1),
+                    left[:, list(left_sum)].prod(axis=1),
+                ],
+                axis=1,
+            )
+            # Many layouts have the same shapes on a device.
+            distinct, codes = np.unique(sizes, axis=0, return_inverse=True)
+            hardware = self.machine.hardware
+            prices = [
+                matmul_seconds(batch, m, n, k, operation.dtype, precision, hardware)
+                for batch, m, n, k in distinct.tolist()
+            ]
+            self._matmuls[key] = np.array(prices)[codes.ravel()]
+        return self._matmuls[key]
+
+    def _local_shapes(self, shape: tuple[int, ...], layouts: np.ndarray, home: Home | None) -> np.ndarray:
+        """The shape of an operand on a device, for each layout."""
+        sizes = np.tile(np.array(shape, np.int64), (len(layouts), 1))
+        if home is not None:
+            for column, size in zip(project(layouts, home).T, self.machine.sizes, strict=True):
+                split = np.flatnonzero(column >= 0)
+                sizes[split, column[split]] //= size
+        return np.maximum(sizes, 1 if math.prod(shape) else 0)
+
+
+def _precision(operation: Operation) -> str:
+    """The precision of a matmul, as compiled programs print it."""
+    precision = operation.equation.params.get("precision")
+    first = precision[0] if isinstance(precision, tuple) else precision
+    return "default" if first is None else str(getattr(first, "name", first)).lower()

@@ -1,0 +1,124 @@
+"""What each device does with its own pieces (`jax.shard_map`), where XLA would gather the whole arrays instead."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import attrs
+import jax
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import PartitionSpec
+
+from shardrules.core.axes import AnyMesh
+from shardrules.programs.autoplan.run.call import axis_names_of
+from shardrules.programs.autoplan.run.kernels import kernel_of_pieces
+from shardrules.programs.autoplan.run.ragged import ragged_dot_of_pieces
+from shardrules.programs.autoplan.traced.factors.fused import is_maximum
+from shardrules.programs.regions.function import ShardFunction
+
+
+@final
+@attrs.frozen
+class RegionRun:
+    """How a device runs a region."""
+
+    alternative: int
+    """The index of the alternative that runs; 0 where there are none."""
+    exchange: tuple[str, ...]
+    """The axes along which its function communicates."""
+
+
+@final
+@attrs.frozen
+class LocalSplit:
+    """How an operation is split over devices."""
+
+    operands: tuple[PartitionSpec, ...]
+    results: tuple[PartitionSpec, ...]
+    summed: tuple[tuple[str, ...], ...]
+    """For each result the axes along which each device has a part of a sum."""
+    region: RegionRun | None = None
+
+
+def local_jaxpr(equation: Any, split: LocalSplit, mesh: AnyMesh) -> ClosedJaxpr:
+    """Returns an equation as a program in which each device computes its pieces of the results.
+
+    ```python
+    from shardrules.programs.autoplan.run.local import LocalSplit, local_jaxpr
+
+    mesh = sr.create_mesh("data:8")
+    equation = jax.make_jaxpr(lambda x: jax.lax.top_k(x, 2))(jnp.ones((16, 4))).eqns[0]
+    split = LocalSplit((P("data"),), (P("data"), P("data")), ((), ()))
+    assert [var.aval.shape for var in local_jaxpr(equation, split, mesh).jaxpr.outvars] == [(16, 2), (16, 2)]
+    ```
+    """
+
+    def on_device(*operands: jax.Array) -> list[jax.Array]:
+        # The parts of a sum lie side by side in a new dim, one on each device.
+        return [
+            lax.expand_dims(result, (0,)) if axes else result
+            for result, axes in zip(_results_of_pieces(equation, operands, split), split.summed, strict=True)
+        ]
+
+    def on_all(*operands: jax.Array) -> list[jax.Array]:
+        parts = [
+            PartitionSpec(axes, *spec) if axes else spec for spec, axes in zip(split.results, split.summed, strict=True)
+        ]
+        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=split.operands, out_specs=parts, check_vma=False)
+        results = mapped(*operands)
+        # The partitioner completes this sum as it does others: with an all-reduce, or a reduce-scatter.
+        return [
+            (lax.reduce_max if is_maximum(name, index) else lax.reduce_sum)(result, (0,)) if axes else result
+            for index, (result, axes) in enumerate(zip(results, split.summed, strict=True))
+        ]
+
+    name = equation.primitive.name
+    avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in equation.invars]
+    with axis_names_of(mesh):
+        return jax.make_jaxpr(on_all)(*avals)
+
+
+def row_major_jaxpr(shape: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: AnyMesh) -> ClosedJaxpr:
+    """Returns a program that changes nothing, but keeps an array's pieces in memory in the order of its dims.
+
+    ```python
+    from shardrules.programs.autoplan.run.local import row_major_jaxpr
+
+    program = row_major_jaxpr(jax.ShapeDtypeStruct((16, 4), jnp.float32), P("data"), sr.create_mesh("data:8"))
+    assert program.jaxpr.outvars[0].aval.shape == (16, 4)
+    ```
+    """
+
+    def on_device(pieces: jax.Array) -> jax.Array:
+        return with_layout_constraint(pieces, Layout(tuple(range(pieces.ndim))))
+
+    with axis_names_of(mesh):
+        return jax.make_jaxpr(jax.shard_map(on_device, mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=False))(
+            shape
+        )
+
+
+def _results_of_pieces(equation: Any, operands: Sequence[jax.Array], split: LocalSplit) -> Sequence[jax.Array]:
+    """Returns what an equation computes from pieces of its operands."""
+    if split.region is not None:
+        function: ShardFunction = equation.params["function"]
+        return function.alternative(split.region.alternative).run(split.region.exchange, *operands)
+    if equation.primitive.name == "ragged_dot_general":
+        return [ragged_dot_of_pieces(equation, operands, split.operands, split.results[0])]
+    if equation.primitive.name == "pallas_call":
+        return kernel_of_pieces(equation, operands, split.operands)
+    results = equation.primitive.bind(*operands, **_params_of_pieces(equation, operands))
+    return results if equation.primitive.multiple_results else [results]
+
+
+def _params_of_pieces(equation: Any, operands: Sequence[jax.Array]) -> dict[str, Any]:
+    """Returns the parameters that an equation has for the pieces of its operands."""
+    params = dict(equation.params)
+    if equation.primitive.name == "conv_general_dilated":
+        # A device has whole groups: as much fewer of them as its kernel has fewer results.
+        dim = params["dimension_numbers"].rhs_spec[0]
+        pieces = equation.invars[1].aval.shape[dim] // operands[1].shape[dim]
+        for name in ("feature_group_count", "batch_group_count"):
+            params[name] = max(1, params[name] // pieces)
+    return params

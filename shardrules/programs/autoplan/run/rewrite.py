@@ -1,0 +1,409 @@
+"""A traced function with the layouts of a plan written into it, as constraints that compilers obey.
+
+Every array is constrained where an operation computes it, and again where another needs it in another layout. The
+equations stay as they are, so that what they say about the user's code stays true.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias, final
+
+import attrs
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardrules.core.axes import AnyMesh
+from shardrules.core.spec import spec_key
+from shardrules.programs.autoplan.graph.home import Home
+from shardrules.programs.autoplan.graph.layouts import PARTIAL, dim_shard_count, relayout_steps, spec_of
+from shardrules.programs.autoplan.graph.problem import Problem
+from shardrules.programs.autoplan.graph.region_cost import shard_axes
+from shardrules.programs.autoplan.run.local import LocalSplit, RegionRun, local_jaxpr, row_major_jaxpr
+from shardrules.programs.autoplan.traced.calls import InlinedCall, closed_like, open_jaxpr
+from shardrules.programs.autoplan.traced.program import is_on_host
+from shardrules.programs.jaxprs.walk import scan_counts
+from shardrules.programs.regions.function import ShardFunction
+
+_OpKey: TypeAlias = tuple[int, str, int]
+"""The index of an equation, and which of its operations it is: the role and the slot. Most have one, loops several."""
+
+
+@final
+@attrs.frozen
+class OperationLayouts:
+    """The layouts at one operation."""
+
+    operands: tuple[tuple[PartitionSpec, ...], ...]
+    """For each operand the layouts that it is brought through; none where it stays as it is."""
+    results: tuple[tuple[PartitionSpec, ...], ...]
+    """For each result the layouts that it goes through; it keeps the last."""
+    local: LocalSplit | None = None
+    """How the operation is split if each device is given its own."""
+    row_major_spec: PartitionSpec | None = None
+    """The layout of its operand, if that has to keep the order of its dims in memory."""
+
+
+def chosen_layouts(problem: Problem, choice: Sequence[int]) -> dict[_OpKey, OperationLayouts]:
+    """Returns what a choice says about each operation."""
+    program, machine = problem.program, problem.machine
+    layouts: dict[_OpKey, OperationLayouts] = {}
+
+    def spec(layout: Sequence[int], array: int) -> PartitionSpec:
+        return spec_of(layout, len(program.arrays[array].shape), machine)
+
+    for op_index, operation in enumerate(program.operations):
+        operands: list[tuple[PartitionSpec, ...]] = []
+        for position, operand in enumerate(operation.operands):
+            take = problem.operand_homes.get((op_index, position))
+            if take is None or operand is None or operand not in problem.homes:
+                operands.append(())
+                continue
+            if operation.lacks_rule:  # a compiler may know how to split it
+                operands.append(())
+                continue
+            before, after = problem.layout(problem.homes[operand], choice), problem.layout(take, choice)
+            # Step by step, as the cost model prices the move: compilers given both ends alone may gather everything.
+            operands.append(tuple(spec(layout, operand) for layout in relayout_steps(before, after)))
+        results: list[tuple[PartitionSpec, ...]] = []
+        for position, result in enumerate(operation.results):
+            if result not in problem.homes:
+                results.append(())
+                continue
+            after = problem.layout(problem.homes[result], choice)
+            before = problem.layout(problem.produced_homes.get((op_index, position), problem.homes[result]), choice)
+            if operation.role == "exit":
+                # Without a constraint to what the loop carries, compilers carry it in the layout that follows it.
+                carried = operation.operands[0]
+                assert carried is not None, "what leaves a loop was carried by it"
+                before = problem.layout(problem.homes[carried], choice)
+            if operation.lacks_rule:
+                results.append((spec(after, result),))
+                continue
+            results.append((spec(before, result), *(spec(layout, result) for layout in relayout_steps(before, after))))
+        if operation.equation_index >= 0:
+            role = operation.role if operation.role in ("enter", "join", "leave", "exit") else "compute"
+            layouts[operation.equation_index, role, operation.slot] = OperationLayouts(
+                tuple(operands),
+                tuple(results),
+                _local_split(problem, choice, op_index),
+                _row_major_spec(problem, choice, op_index),
+            )
+    return layouts
+
+
+def _row_major_spec(problem: Problem, choice: Sequence[int], op_index: int) -> PartitionSpec | None:
+    """Returns the layout of what is summed over its first dims only, such as gradients of positions over examples.
+
+    XLA for GPUs puts such dims last in memory where it can. It may then give that order to all activations around, and
+    transposes them at each norm and each attention.
+    """
+    program, machine = problem.program, problem.machine
+    operation = program.operations[op_index]
+    home = problem.operand_homes.get((op_index, 0))
+    if operation.name != "reduce_sum" or not machine.is_gpu or home is None or operation.operands[0] is None:
+        return None
+    shape, axes = program.arrays[operation.operands[0]].shape, operation.equation.params["axes"]
+    layout = problem.layout(home, choice)
+    is_even = all(size % dim_shard_count(layout, dim, machine) == 0 for dim, size in enumerate(shape))
+    is_leading = tuple(axes) == tuple(range(len(axes))) and math.prod(shape[: len(axes)]) > 1
+    is_leading &= sum(size > 1 for size in shape[len(axes) :]) > 1
+    return spec_of(layout, len(shape), machine) if is_leading and is_even else None
+
+
+def _local_split(problem: Problem, choice: Sequence[int], op_index: int) -> LocalSplit | None:
+    """Returns how an operation is split that XLA would not split by itself; `None` for others."""
+    program, machine = problem.program, problem.machine
+    operation = program.operations[op_index]
+    if operation.name == "region":
+        return _region_split(problem, choice, op_index)
+    if not operation.factors.is_local:
+        return None
+    factors = operation.factors
+    is_even, is_split = True, False
+    factor_axes: dict[int, tuple[str, ...]] = {}
+
+    def split(
+        array: int | None, home: Home | None, names: Sequence[int | None]
+    ) -> tuple[PartitionSpec, tuple[str, ...]]:
+        nonlocal is_even, is_split
+        if array is None or home is None:
+            return PartitionSpec(), ()
+        # What a caller passes again may be split along other dims, too: it is sliced afterwards.
+        dims = [dim if name is not None else None for dim, name in zip(home.dims, names, strict=True)]
+        layout = problem.layout(attrs.evolve(home, dims=tuple(dims)), choice)
+        summed = tuple(axis for axis, dim in zip(machine.axes, layout, strict=True) if dim == PARTIAL)
+        for dim, name in enumerate(names):
+            count = dim_shard_count(layout, dim, machine)
+            if name is not None:
+                factor_axes[name] = tuple(
+                    axis for axis, other in zip(machine.axes, layout, strict=True) if other == dim
+                )
+            is_split |= count > 1
+            is_even &= count == 1 or (name is not None and factors.sizes[name] % count == 0)
+        return spec_of(layout, len(names), machine), summed
+
+    operands = tuple(
+        split(operand, problem.operand_homes.get((op_index, index)), names)
+        for index, (operand, names) in enumerate(zip(operation.operands, factors.operands, strict=True))
+    )
+    scalar_sums = [
+        tuple(axis for factor in factors.summed(index) for axis in factor_axes.get(factor, ()))
+        for index in range(len(operation.results))
+    ]
+    results = tuple(
+        split(result, problem.produced_homes.get((op_index, index), problem.homes.get(result)), names)
+        if names
+        else (PartitionSpec(), scalar_sums[index])  # a scalar has no layout of its own
+        for index, (result, names) in enumerate(zip(operation.results, factors.results, strict=True))
+    )
+    if not (is_even and is_split):
+        return None
+    return LocalSplit(
+        tuple(spec for spec, _ in operands), tuple(spec for spec, _ in results), tuple(summed for _, summed in results)
+    )
+
+
+def _region_split(problem: Problem, choice: Sequence[int], op_index: int) -> LocalSplit:
+    """Returns how a region is split."""
+    machine, operation = problem.machine, problem.program.operations[op_index]
+    layout = problem.region_layout(op_index, choice)
+    axes = shard_axes(operation, layout, machine)
+    function: ShardFunction = operation.equation.params["function"]
+    index = problem.region_price(op_index, choice).alternative if op_index in problem.region_nodes else 0
+    declaration = function.alternative(index).declaration
+    operands, results = declaration.specs(axes)
+    summed = tuple(declaration.sum_axes(result_index, axes) for result_index in range(len(results)))
+    return LocalSplit(operands, results, summed, RegionRun(index, axes.exchange))
+
+
+def with_layouts(program: ClosedJaxpr, layouts: dict[_OpKey, OperationLayouts], mesh: AnyMesh) -> ClosedJaxpr:
+    """Returns a traced function with layouts, as `chosen_layouts` returns them, written into it."""
+    rewriter = _Rewriter(layouts, mesh)
+    return ClosedJaxpr(rewriter.body(program.jaxpr, (), ()), program.consts)
+
+
+@final
+@attrs.define(eq=False)
+class _Rewriter:
+    """The state of a walk through a program, in the order in which it was read.
+
+    Methods append to `equations`. `current` has for each variable of the old program the one that stands in its place,
+    which is the result of its last constraint.
+    """
+
+    layouts: dict[_OpKey, OperationLayouts]
+    mesh: AnyMesh
+    equation_count: int = 0
+    constraints: dict[Any, Any] = attrs.field(factory=dict)
+
+    def body(
+        self,
+        program: Jaxpr,
+        first: Sequence[PartitionSpec | None],
+        last: Sequence[PartitionSpec | None],
+    ) -> Jaxpr:
+        """Returns a program rewritten, with its inputs and outputs constrained, too."""
+        equations: list[Any] = []
+        copies: dict[tuple[Any, Any], Any] = {}  # shared by its operations, not with bodies inside: other variables
+        current: dict[Var, Var] = {}
+        # Nested bodies without layouts pass empty sequences.
+        for var, spec in zip(program.invars, first, strict=False):
+            if spec is not None:
+                current[var] = self.constrain(var, spec, equations, None)
+        for equation in program.eqns:
+            self.rewrite(equation, equations, current, copies)
+        results = []
+        for position, var in enumerate(program.outvars):
+            spec = last[position] if position < len(last) else None
+            result = var if isinstance(var, Literal) else current.get(var, var)
+            if spec is not None and not isinstance(var, Literal):
+                result = self.constrain(result, spec, equations, None)
+            results.append(result)
+        return program.replace(eqns=equations, outvars=results)
+
+    def constrain(self, var: Any, spec: PartitionSpec, equations: list[Any], like: Any) -> Var:
+        """Adds a constraint, with the source line of the equation `like`, and returns its result.
+
+        What is on the host stays there as compilers send it: a constraint would bring it to the device. Mutable arrays
+        have no layout.
+        """
+        if is_on_host(var.aval) or not isinstance(var.aval, ShapedArray):
+            return var
+        constraint = self.constraint(var.aval, spec)
+        result = Var(var.aval)
+        source = {} if like is None else {"source_info": like.source_info}
+        equations.append(constraint.replace(invars=[var], outvars=[result], **source))
+        return result
+
+    def constraint(self, aval: Any, spec: PartitionSpec) -> Any:
+        """Returns the equation of a constraint, traced once for each shape and spec."""
+        key = (aval.shape, aval.dtype, aval.weak_type, spec_key(spec))
+        if key not in self.constraints:
+            sharding = NamedSharding(self.mesh, spec)
+            traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(
+                jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+            )
+            self.constraints[key] = traced.eqns[0]
+        return self.constraints[key]
+
+    def rewrite(self, equation: Any, equations: list[Any], current: dict[Var, Var], copies: dict[Any, Any]) -> None:
+        """Adds an equation and the constraints around it."""
+        # Equations are counted in the order in which `read_jaxpr` did, so that the keys of layouts agree.
+        index, self.equation_count = self.equation_count, self.equation_count + 1
+        name = equation.primitive.name
+        call = InlinedCall.of(equation)
+        inputs = [var if isinstance(var, Literal) else current.get(var, var) for var in equation.invars]
+        if call is not None:
+            params = call.params_with(self.body(open_jaxpr(call.jaxpr), (), ()))
+            equations.append(equation.replace(invars=inputs, params=params))
+            return
+        nested = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
+        if nested is not None:
+            nested(equation, index, inputs, equations, current)
+            return
+        layouts = self.layouts.get((index, "compute", 0))
+        if layouts is None:
+            equations.append(equation.replace(invars=inputs))
+            return
+        operands = []
+        for var, specs in zip(inputs, layouts.operands, strict=True):
+            last = var
+            for spec in () if isinstance(var, Literal) else specs:
+                # Operations that need an array in the same layout share a copy, as the plan counts it.
+                key = (last, spec_key(spec))
+                if key not in copies:
+                    copies[key] = self.constrain(last, spec, equations, equation)
+                last = copies[key]
+            operands.append(last)
+        if layouts.row_major_spec is not None:
+            operands = self.in_row_major(operands, layouts.row_major_spec, equation, equations)
+        if layouts.local is None:
+            equations.append(equation.replace(invars=operands))
+        else:
+            program = local_jaxpr(equation, layouts.local, self.mesh)
+            self.add_program(program, operands, equation.outvars, equation, equations)
+        self.constrain_results(equation, layouts.results, equations, current)
+
+    def in_row_major(self, operands: list[Any], spec: PartitionSpec, equation: Any, equations: list[Any]) -> list[Any]:
+        """Adds an equation that keeps an operand in the order of its dims, and returns its result."""
+        (operand,) = operands
+        result = Var(operand.aval)
+        shape = jax.ShapeDtypeStruct(operand.aval.shape, operand.aval.dtype, weak_type=operand.aval.weak_type)
+        program = row_major_jaxpr(shape, spec, self.mesh)
+        self.add_program(program, [operand], [result], equation, equations)
+        return [result]
+
+    def add_program(
+        self, program: ClosedJaxpr, operands: list[Any], outvars: Sequence[Any], equation: Any, equations: list[Any]
+    ) -> None:
+        """Adds the equations of a program that stands in for an equation, or around it."""
+        jaxpr = program.jaxpr
+        results = dict(zip(jaxpr.outvars, outvars, strict=True))
+        # Constants of a kernel, such as masks, are written into the equations: bodies of loops have none of their own.
+        current: dict[Any, Any] = {
+            var: Literal(const, var.aval) for var, const in zip(jaxpr.constvars, program.consts, strict=True)
+        }
+        current |= zip(jaxpr.invars, operands, strict=True)
+        for step in jaxpr.eqns:
+            current |= {var: results.get(var, Var(var.aval)) for var in step.outvars}
+            invars = [var if isinstance(var, Literal) else current[var] for var in step.invars]
+            step_results = [current[var] for var in step.outvars]
+            equations.append(step.replace(invars=invars, outvars=step_results, source_info=equation.source_info))
+
+    def constrain_results(
+        self, equation: Any, specs: Sequence[Sequence[PartitionSpec]], equations: list[Any], current: dict[Var, Var]
+    ) -> None:
+        """Brings the results of an equation through their layouts."""
+        for var, result_specs in zip(equation.outvars, specs, strict=True):
+            if type(var) is not Var:  # a DropVar: nothing needs it
+                continue
+            last = var
+            for spec in result_specs:
+                last = self.constrain(last, spec, equations, equation)
+            if result_specs:
+                current[var] = last
+
+    def spec_inside(self, index: int, role: str, slot: int) -> PartitionSpec | None:
+        """Returns the spec of an array that enters a loop, goes round in it or leaves it."""
+        layouts = self.layouts.get((index, role, slot))
+        return None if layouts is None or not layouts.results[0] else layouts.results[0][-1]
+
+    def enter(
+        self, index: int, role: str, inputs: list[Any], positions: Sequence[int], first_slot: int, equations: list[Any]
+    ) -> list[PartitionSpec | None]:
+        """Brings inputs of a loop to where it needs them, in place, and returns their specs inside."""
+        for slot, position in enumerate(positions, first_slot):
+            layouts = self.layouts.get((index, role, slot))
+            if layouts is None or isinstance(inputs[position], Literal):
+                continue
+            # Constrain what is carried even where it does not move: compilers choose its layout for the whole loop.
+            specs = layouts.operands[0] or (layouts.results[0] if role == "join" else ())
+            for spec in specs:
+                inputs[position] = self.constrain(inputs[position], spec, equations, None)
+        return [self.spec_inside(index, role, slot) for slot in range(first_slot, first_slot + len(positions))]
+
+    def scan(self, equation: Any, index: int, inputs: list[Any], equations: list[Any], current: dict[Var, Var]) -> None:
+        """Adds a scan: constants, then what is carried, then what is sliced."""
+        params = equation.params
+        const_count, carry_count = scan_counts(params)
+        first_slice = const_count + carry_count
+        consts = self.enter(index, "enter", inputs, range(const_count), 0, equations)
+        carry = self.enter(index, "join", inputs, range(const_count, first_slice), 0, equations)
+        slices = self.enter(index, "enter", inputs, range(first_slice, len(inputs)), const_count, equations)
+        carry_out = [self.spec_inside(index, "join", slot) for slot in range(carry_count)]
+        stacked_count = len(equation.outvars) - carry_count
+        stacked = [self.slice_spec(index, slot) for slot in range(stacked_count)]
+        body = self.body(open_jaxpr(params["jaxpr"]), [*consts, *carry, *slices], [*carry_out, *stacked])
+        equations.append(
+            equation.replace(invars=inputs, params={**params, "jaxpr": closed_like(params["jaxpr"], body)})
+        )
+        specs = self.carry_specs(index, carry_count)
+        for slot in range(stacked_count):
+            layouts = self.layouts.get((index, "leave", slot))
+            specs.append(() if layouts is None else layouts.results[0])
+        self.constrain_results(equation, specs, equations, current)
+
+    def carry_specs(self, index: int, count: int) -> list[tuple[PartitionSpec, ...]]:
+        """Returns the layouts of what a loop carries once it has ended."""
+        exits = [self.layouts.get((index, "exit", slot)) for slot in range(count)]
+        return [() if layouts is None else layouts.results[0] for layouts in exits]
+
+    def slice_spec(self, index: int, slot: int) -> PartitionSpec | None:
+        """Returns the spec of a part of a stacked result, inside the loop."""
+        stacked = self.spec_inside(index, "leave", slot)
+        return None if stacked is None else PartitionSpec(*tuple(stacked)[1:])
+
+    def while_loop(
+        self, equation: Any, index: int, inputs: list[Any], equations: list[Any], current: dict[Var, Var]
+    ) -> None:
+        """Adds a while loop: constants of the condition, constants of the body, then what is carried."""
+        params = equation.params
+        cond_count = params["cond_nconsts"]
+        first_carry = cond_count + params["body_nconsts"]
+        cond_consts = self.enter(index, "enter", inputs, range(cond_count), 0, equations)
+        body_consts = self.enter(index, "enter", inputs, range(cond_count, first_carry), cond_count, equations)
+        carry = self.enter(index, "join", inputs, range(first_carry, len(inputs)), 0, equations)
+        body = self.body(open_jaxpr(params["body_jaxpr"]), [*body_consts, *carry], carry)
+        condition = self.body(open_jaxpr(params["cond_jaxpr"]), [*cond_consts, *carry], ())
+        changed = {
+            "body_jaxpr": closed_like(params["body_jaxpr"], body),
+            "cond_jaxpr": closed_like(params["cond_jaxpr"], condition),
+        }
+        equations.append(equation.replace(invars=inputs, params={**params, **changed}))
+        self.constrain_results(equation, self.carry_specs(index, len(carry)), equations, current)
+
+    def cond(self, equation: Any, index: int, inputs: list[Any], equations: list[Any], current: dict[Var, Var]) -> None:
+        """Adds a conditional: its operands are constrained in each branch, and so are its results."""
+        branches = []
+        results = [self.spec_inside(index, "join", slot) for slot in range(len(equation.outvars))]
+        for branch_index, branch in enumerate(equation.params["branches"]):
+            program = open_jaxpr(branch)
+            count = len(program.invars)
+            operands = [self.spec_inside(index, "enter", branch_index * count + slot) for slot in range(count)]
+            branches.append(closed_like(branch, self.body(program, operands, results)))
+        params = {**equation.params, "branches": tuple(branches)}
+        equations.append(equation.replace(invars=inputs, params=params))
+        specs = [() if spec is None else (spec,) for spec in results]
+        self.constrain_results(equation, specs, equations, current)

@@ -1,0 +1,620 @@
+"""What is in the memory of a device at every operation of a program, for any choice of layouts.
+
+Arrays that are computed together with what takes them are never written, so they take no room; what they are computed
+from has to stay until then. Arrays that enter a loop stay until its end. Arguments stay throughout; results that are
+fed back as arguments are written over them, and so are updates in place.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, final
+
+import attrs
+import numpy as np
+
+from shardrules.programs.autoplan.graph.home import Home, project
+from shardrules.programs.autoplan.graph.layouts import shard_counts
+from shardrules.programs.autoplan.graph.problem import Problem, read_region
+from shardrules.programs.autoplan.solve.formulation import MemoryConstraint
+from shardrules.programs.autoplan.traced.fusion import FusedProgram
+from shardrules.programs.autoplan.traced.kernels import IN_PLACE
+from shardrules.programs.autoplan.traced.norms import FEW_COLUMNS
+from shardrules.programs.autoplan.traced.program import TracedProgram
+from shardrules.programs.autoplan.traced.ragged import expansions
+
+_PEAK_WINDOWS = 24
+"""Into how many parts a program is cut to look for operations at which memory is full. Each becomes a constraint: with
+twice as many, linear programs are larger, with half as many, more rounds are needed until all peaks are watched."""
+
+_LATE_LOOKUPS = 0.5
+"""In which part of loops over microbatches a loss is looked up in scores after their gradient is computed, where both
+are possible. Of a step that adds up gradients, compiled for H100s, the peak is 3 % too low with 0 and 6 % too high with
+1. Six programs without such a loop look it up before."""
+
+_TIGHT_GAPS = 0.3
+"""What is left of the gaps between intermediate results where XLA for GPUs has to keep a limit. Of six plans that were
+compiled so, two had none, two a third, one nearly all. With 0, half of such plans exceed their limit by one to three
+per cent; with 1, plans that fit are refused."""
+
+_Positions: TypeAlias = Sequence[int]
+"""For each operation when it runs."""
+
+_Spans: TypeAlias = Mapping[int, tuple[int, int]]
+"""For each region the positions of its first and its last operation."""
+
+
+@final
+@attrs.frozen(eq=False)
+class Stay:
+    """An array that is in memory from one operation to another, both included."""
+
+    home: Home
+    """What decides its layout."""
+    nbytes: int
+    """The bytes of the whole array."""
+    first: int
+    last: int
+    is_lasting: bool = False
+    """Whether it is an argument."""
+    split_dims: tuple[int, ...] = ()
+    """If there are any, it is only there where one of these dims is split."""
+    whole_dims: tuple[int, ...] = ()
+    """It is only there where none of these dims is split."""
+    is_late: bool = False
+    """Whether it is only there if a loss is looked up late."""
+    columns: int = 0
+    """If there are any, it is only there where a device has few of them, or many. See `FEW_COLUMNS`."""
+    has_many: bool = False
+    is_region: bool = False
+    """Whether it is what a region has in memory while it runs."""
+
+
+@final
+@attrs.frozen(eq=False)
+class Copy:
+    """An array that is brought to another layout for an operation."""
+
+    array: tuple[int, int]
+    """The array and the region: copies of the same array to the same layout are one."""
+    edge: int
+    first: int
+    last: int
+    """The last operation at which the copy is needed here."""
+    until: int
+    """The last operation at which it may be needed, if others take the same copy."""
+    is_fused: bool = False
+    """Whether it is read in the kernel that computes it: only what other devices send is in memory then."""
+
+
+@final
+@attrs.frozen(eq=False)
+class Occupancy:
+    """What is in memory when, for any choice."""
+
+    problem: Problem
+    stays: tuple[Stay, ...]
+    copies: tuple[Copy, ...]
+    fixed_bytes: int
+    """What is there in any case: arguments without a layout to choose, and constants."""
+    temporaries: float
+    """How many times their bytes intermediate results take: `Assumptions.temporaries`, or less where limits bind."""
+    late_lookups: float = _LATE_LOOKUPS
+    """Which part counts of what is there only if a loss is looked up late."""
+
+    @classmethod
+    def of(cls, problem: Problem, positions: _Positions) -> "Occupancy":
+        """Returns the occupancy of a problem whose operations run at some positions."""
+        spans = _region_spans(problem.program, positions)
+        last_uses = _last_uses(problem.fusion, positions, spans)
+        overwritten = _overwritten(problem)
+        updated = _updated(problem, overwritten)
+        homeless = [array for array in problem.program.arguments if array not in problem.homes]
+        # Arrays without a home, such as scalars, have no layout to choose.
+        fixed = sum(problem.program.arrays[array].device_bytes for array in (*homeless, *problem.program.constants))
+        stays = (
+            *_argument_stays(problem),
+            *_written_stays(problem, positions, spans, overwritten, updated),
+            *_entering_stays(problem, positions, spans),
+            *_expansion_stays(problem, positions),
+            *_region_stays(problem, positions),
+        )
+        copies = _copies(problem, positions, spans, last_uses, updated)
+        return cls(problem, stays, copies, fixed, problem.machine.assumptions.temporaries)
+
+    def tight(self) -> "Occupancy":
+        """Returns the occupancy where compilers have to keep a limit.
+
+        They leave smaller gaps, but run the program in the order that they have to: what may be there is there.
+        """
+        return attrs.evolve(self, temporaries=1 + _TIGHT_GAPS * (self.temporaries - 1), late_lookups=1.0)
+
+    def overhead(self, stay: Stay) -> float:
+        """Returns how many times its bytes an array takes: temporaries overlap with what comes next."""
+        return 1.0 if stay.is_lasting else self.temporaries * (self.late_lookups if stay.is_late else 1.0)
+
+    def timeline(self, choice: Sequence[int]) -> np.ndarray:
+        """Returns the bytes in memory under a choice, at each operation and at the end."""
+        problem = self.problem
+        # Changes at each operation, added up at the end: one pass, however long arrays stay.
+        changes = np.zeros(len(problem.program.operations) + 2)
+        for stay, sizes in zip(self.stays, self._stay_sizes, strict=True):
+            nbytes = sizes[choice[stay.home.node]]
+            changes[stay.first] += nbytes
+            changes[stay.last + 1] -= nbytes
+        for (first, last), nbytes in self._copy_spans(choice):
+            changes[first] += nbytes * self.temporaries
+            changes[last + 1] -= nbytes * self.temporaries
+        return np.cumsum(changes)[:-1] + self.fixed_bytes
+
+    def peak(self, choice: Sequence[int]) -> float:
+        """Returns the most bytes in memory at once under a choice."""
+        return float(self.timeline(choice).max())
+
+    def argument_bytes(self, choice: Sequence[int]) -> float:
+        """Returns the bytes of what is in memory from the beginning to the end, under a choice."""
+        stays = zip(self.stays, self._stay_sizes, strict=True)
+        return self.fixed_bytes + sum(float(sizes[choice[stay.home.node]]) for stay, sizes in stays if stay.is_lasting)
+
+    @functools.cached_property
+    def _stay_sizes(self) -> tuple[np.ndarray, ...]:
+        """For each array that stays the bytes that it takes in each layout of its node."""
+        homes = dict.fromkeys(stay.home for stay in self.stays)
+        layouts = {home: project(self.problem.nodes[home.node].layouts, home) for home in homes}
+        return tuple(self._layout_bytes(stay, layouts[stay.home]) for stay in self.stays)
+
+    def _layout_bytes(self, stay: Stay, layouts: np.ndarray) -> np.ndarray:
+        """Returns the bytes that an array takes in each of some layouts."""
+        if stay.is_region:
+            return np.array(self.problem.nodes[stay.home.node].temporary_bytes) * self.temporaries
+        counts = shard_counts(layouts, self.problem.machine)
+        nbytes = stay.nbytes * self.overhead(stay) / counts
+        if stay.columns:
+            nbytes = np.where((stay.columns / counts > FEW_COLUMNS) == stay.has_many, nbytes, 0.0)
+        if stay.split_dims:
+            nbytes = np.where(np.isin(layouts, stay.split_dims).any(axis=1), nbytes, 0.0)
+        return np.where(np.isin(layouts, stay.whole_dims).any(axis=1), 0.0, nbytes) if stay.whole_dims else nbytes
+
+    def _copy_spans(self, choice: Sequence[int]) -> list[tuple[tuple[int, int], float]]:
+        """Returns the copies under a choice: from the first operation that takes each to the last, and its bytes."""
+        problem = self.problem
+        spans: dict[tuple[tuple[int, int], bytes], tuple[int, int, float]] = {}
+        for copy in self.copies:
+            edge = problem.edges[copy.edge]
+            row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
+            target = edge.to_layouts[column]
+            source = edge.from_layouts[row]
+            if (source == target).all() or (copy.is_fused and not _is_sent(source, target)):
+                continue
+            key = (copy.array, target.tobytes())
+            first, last, _ = spans.get(key, (copy.first, copy.last, 0.0))
+            nbytes = edge.nbytes / float(shard_counts(target[None], problem.machine)[0])
+            spans[key] = (min(first, copy.first), max(last, copy.last), nbytes)
+        return [((first, last), nbytes) for first, last, nbytes in spans.values()]
+
+    def constraint(self, op_index: int, limit_bytes: float, certain: bool = False) -> MemoryConstraint:
+        """Returns a bound on what is in memory at an operation.
+
+        Which copies live at an operation depends on products of choices, which no linear constraint has. With
+        `certain`, it counts only what is there in any case, one copy of an array at most: it then rules out no choice
+        that fits, and lower bounds hold. Without, it also counts copies that may be kept for other operations, and
+        rules out every choice that does not fit.
+        """
+        problem = self.problem
+        counted_arrays: dict[tuple[int, int], None] = {}
+        layout_bytes: dict[int, np.ndarray] = {}
+        for stay, sizes in zip(self.stays, self._stay_sizes, strict=True):
+            if stay.first <= op_index <= stay.last:
+                node = stay.home.node
+                layout_bytes[node] = layout_bytes.get(node, np.zeros(len(sizes))) + sizes
+        copy_bytes: dict[int, np.ndarray] = {}
+        for copy in self.copies:
+            if not copy.first <= op_index <= (copy.last if certain else copy.until) or (certain and copy.is_fused):
+                continue
+            # Operations alike share an edge: of their copies, only the one made right here may come on top.
+            if copy.edge in copy_bytes and copy.first != op_index:
+                continue
+            if certain and copy.array in counted_arrays:
+                continue
+            counted_arrays[copy.array] = None
+            edge = problem.edges[copy.edge]
+            sizes = edge.nbytes / shard_counts(edge.to_layouts, problem.machine)
+            copy_bytes[copy.edge] = copy_bytes.get(copy.edge, 0.0) + sizes * self.temporaries
+        return MemoryConstraint(layout_bytes, copy_bytes, self.fixed_bytes, limit_bytes)
+
+
+def peaks(timeline: np.ndarray, limit_bytes: float) -> list[int]:
+    """Returns the operations at which memory is fullest: the fullest of all, and others above the limit that are higher
+    than all around."""
+    op_indices = [int(timeline.argmax())]
+    size = max(1, len(timeline) // _PEAK_WINDOWS)
+    for start in range(0, len(timeline), size):
+        op_index = start + int(timeline[start : start + size].argmax())
+        # The slope of a peak in the next window is not a peak: look as far to both sides.
+        nearby = timeline[max(0, op_index - size) : op_index + size]
+        is_peak = timeline[op_index] > limit_bytes and timeline[op_index] == nearby.max()
+        if is_peak and op_index not in op_indices:
+            op_indices.append(op_index)
+    return op_indices
+
+
+def _region_spans(program: TracedProgram, positions: _Positions) -> dict[int, tuple[int, int]]:
+    """Returns when the first and the last operation of each region run, those inside of it included."""
+    spans: dict[int, tuple[int, int]] = {}
+    for op_index, operation in enumerate(program.operations):
+        region, position = operation.region, positions[op_index]
+        while region >= 0:
+            first, last = spans.get(region, (position, position))
+            spans[region] = (min(first, position), max(last, position))
+            region = program.regions[region].parent
+    return spans
+
+
+def _last_uses(fusion: FusedProgram, positions: _Positions, spans: _Spans) -> dict[int, int]:
+    """Returns for each array that anything takes the last position at which it has to be there."""
+    program = fusion.program
+    last_uses: dict[int, int] = {}
+    branch_ends = _branch_ends(program, spans)
+    # Backwards, so that the last use of what is computed from an array is known when the array's own is needed.
+    for op_index in sorted(range(len(positions)), key=lambda op_index: -positions[op_index]):
+        operation, here = program.operations[op_index], positions[op_index]
+        until = here
+        for result in operation.results:
+            # A result that is not written is computed where it is taken, and a view is the same memory: either way the
+            # operands have to last until then.
+            if not fusion.writes(op_index, result):
+                until = max(until, last_uses.get(result, here))
+        if operation.role == "enter" and operation.results[0] in last_uses:
+            # Compilers keep what any branch takes until the last has ended.
+            until = max(until, branch_ends.get(operation.region, 0))
+        for operand_index, operand in enumerate(operation.operands):
+            if operand is None:
+                continue
+            if operation.name == "cond":
+                # What branches return is in the same memory, and the result's after the last.
+                branch = program.branch_of(op_index, operand)
+                last_uses[operand] = max(last_uses.get(operand, 0), here if branch is None else spans[branch][1])
+                continue
+            if operand_index == 0 and until == here and (operation.name in IN_PLACE or operation.role == "join"):
+                # The result takes its memory over: counted from here on, and the operand to just before.
+                last_uses[operand] = max(last_uses.get(operand, 0), here - 1)
+                continue
+            loop_end = _loop_end(program, spans, operation.region, _birth_region(program, operand))
+            last_uses[operand] = max(last_uses.get(operand, 0), until, loop_end)
+    return last_uses
+
+
+def _argument_stays(problem: Problem) -> Iterator[Stay]:
+    """Yields the arguments, which are there throughout."""
+    for array in problem.program.arguments:
+        if array in problem.homes:
+            nbytes = problem.program.arrays[array].device_bytes
+            yield Stay(problem.homes[array], nbytes, 0, len(problem.program.operations), is_lasting=True)
+
+
+def _written_stays(
+    problem: Problem,
+    positions: _Positions,
+    spans: _Spans,
+    overwritten: Mapping[int, int],
+    updated: Mapping[int, int],
+) -> Iterator[Stay]:
+    """Yields what operations write. Where devices have many columns to reduce, norms of groups write other arrays."""
+    fusion = problem.fusion
+    stays = list(_row_stays(problem, positions, spans, overwritten, updated))
+    if not fusion.columns:
+        yield from (stay for _, stay in stays)
+        return
+    apart = attrs.evolve(problem, fusion=fusion.with_many_columns)
+    others = list(_row_stays(apart, positions, spans, overwritten, updated))
+    common = dict.fromkeys(map(_stay_key, stays)).keys() & dict.fromkeys(map(_stay_key, others)).keys()
+    for array, stay in stays:
+        columns, width = fusion.columns.get(array, 0), fusion.gradients.widths.get(array, 1)
+        is_common = _stay_key((array, stay)) in common and width == 1
+        yield stay if is_common else attrs.evolve(stay, nbytes=width * stay.nbytes, columns=columns)
+    for array, stay in others:
+        # What is not an array of the norms counts as where there are few.
+        is_common = _stay_key((array, stay)) in common and fusion.gradients.widths.get(array, 1) == 1
+        if array in fusion.columns and not is_common:
+            yield attrs.evolve(stay, columns=fusion.columns[array], has_many=True)
+
+
+def _row_stays(
+    problem: Problem,
+    positions: _Positions,
+    spans: _Spans,
+    overwritten: Mapping[int, int],
+    updated: Mapping[int, int],
+) -> Iterator[tuple[int, Stay]]:
+    """Yields what operations write. Where rows are split, other kernels write other arrays."""
+    arrays, shifted = problem.program.arrays, problem.fusion.shifted
+    last_uses = _last_uses(problem.fusion, positions, spans)
+    stays = list(_result_stays(problem, positions, spans, last_uses, overwritten, updated))
+    if not shifted:
+        yield from stays
+        return
+    apart = attrs.evolve(problem, fusion=problem.fusion.with_split_rows)
+    split_uses = _last_uses(apart.fusion, positions, spans)
+    split_stays = list(_result_stays(apart, positions, spans, split_uses, overwritten, updated))
+    common = dict.fromkeys(map(_stay_key, stays)).keys() & dict.fromkeys(map(_stay_key, split_stays)).keys()
+    # What has one element for each row is the same in both, or small.
+    rows = [(len(arrays[array].shape), arrays[array].shape[-1]) for array in sorted(shifted)]
+    for array, stay in stays:
+        shape = arrays[array].shape
+        is_rows = _stay_key((array, stay)) not in common and (len(shape), *shape[-1:]) in rows
+        yield array, attrs.evolve(stay, whole_dims=(len(shape) - 1,)) if is_rows else stay
+    for array, stay in split_stays:
+        shape = arrays[array].shape
+        if _stay_key((array, stay)) not in common and (len(shape), *shape[-1:]) in rows:
+            yield array, attrs.evolve(stay, split_dims=(len(shape) - 1,))
+
+
+def _stay_key(array_stay: tuple[int, Stay]) -> tuple[Any, ...]:
+    array, stay = array_stay
+    return array, stay.nbytes, stay.first, stay.last, stay.split_dims, stay.whole_dims, stay.is_late
+
+
+def _result_stays(
+    problem: Problem,
+    positions: _Positions,
+    spans: _Spans,
+    last_uses: Mapping[int, int],
+    overwritten: Mapping[int, int],
+    updated: Mapping[int, int],
+) -> Iterator[tuple[int, Stay]]:
+    """Yields the arrays that operations write, each from then to the last operation that takes it."""
+    program, fusion = problem.program, problem.fusion
+    stacks = _first_stacks(program, spans)
+    for op_index, operation in enumerate(program.operations):
+        here = positions[op_index]
+        for result_index, result in enumerate(operation.results):
+            home = problem.homes.get(result)
+            if home is None or result in problem.feedback:  # written over the argument, which is counted
+                continue
+            nbytes = fusion.nbytes(result)
+            if operation.role == "return":
+                yield result, Stay(home, nbytes, here + 1, len(program.operations))  # until then the operand is counted
+                continue
+            if not fusion.writes(op_index, result):
+                continue
+            computed_home = problem.produced_homes.get((op_index, result_index))
+            if computed_home is not None:  # a sum that is added up into another layout: both are there for a moment
+                yield result, Stay(computed_home, nbytes, here, here)
+            source = _overwritten_source(problem, op_index, result, here, last_uses)
+            first = here + 1 if computed_home is not None or source is not None else here
+            if computed_home is None and source is not None:
+                if operation.run_count > 1 and (dims := _looked_up_dims(problem, source)):
+                    yield result, Stay(home, nbytes, here, here, split_dims=dims, is_late=True)
+                if fusion.keeps_rows(op_index, source):
+                    # A kernel that keeps rows on chip writes to other memory than it reads.
+                    yield result, Stay(home, nbytes, here, here, whole_dims=(len(program.arrays[source].shape) - 1,))
+            if result in fusion.gradients.siblings:
+                first = min(first, positions[fusion.gradients.siblings[result]])
+            if operation.role == "leave":
+                first = stacks[_stack_key(program, result)]
+            elif operation.name == "cond":
+                # All results of branches are there from the end of the last on.
+                branches = [program.branch_of(op_index, operand) for operand in operation.operands]
+                first = max((spans[branch][1] + 1 for branch in branches if branch is not None), default=first)
+            last = max(first, last_uses.get(result, here))
+            argument = overwritten.get(result)
+            if argument is not None and problem.homes.get(argument) != home:
+                argument = None
+            memory = updated.get(result, argument)
+            if memory is not None:
+                # Written over it from the start, unless something takes an argument as it was later.
+                last = last_uses.get(memory, 0) if memory in program.arguments else first
+                if last <= first:
+                    continue
+            yield result, Stay(home, nbytes, first, last)
+
+
+def _overwritten_source(
+    problem: Problem, op_index: int, result: int, here: int, last_uses: Mapping[int, int]
+) -> int | None:
+    """The array of the same size, which nothing else needs, over which the kernel of a chain writes its result."""
+    program, fusion = problem.program, problem.fusion
+    if not fusion.is_elementwise(op_index):
+        return None
+    for operand, array, is_padded in fusion.taken(op_index):
+        if array not in problem.homes:
+            continue
+        # What is cut and the gradient of it may be laid out in different ways, but hardly are.
+        is_alike = problem.homes[array].node == problem.homes[result].node
+        is_alike |= is_padded and program.arrays[array].shape == program.arrays[result].shape
+        if (
+            array in program.producers  # otherwise an argument, or a scalar that enters a loop
+            and max(last_uses.get(array, 0), last_uses.get(operand, 0)) == here
+            and is_alike
+            and fusion.nbytes(array) == fusion.nbytes(result)
+            and program.arrays[array].dtype.itemsize == program.arrays[result].dtype.itemsize
+        ):
+            return array
+    return None
+
+
+def _looked_up_dims(problem: Problem, array: int) -> tuple[int, ...]:
+    """The dims of an array in a loop along which a loss looks up what nothing but its value is computed from.
+
+    Where such a dim is split, a collective completes the value. Compilers put both off to the end of a round, so that
+    the array is still there when its gradient is computed, which then cannot be written over it.
+    """
+    program, fusion = problem.program, problem.fusion
+    dims: dict[int, None] = {}
+    chain, visited = [array], set[int]()
+    while chain:
+        link = chain.pop()
+        for reader, operand_index in program.users.get(link, ()) if link not in visited else ():
+            operation = program.operations[reader]
+            factors = operation.factors
+            if operation.name == "gather" and operand_index == 0:
+                dims.update((dim, None) for dim, name in enumerate(factors.operands[0]) if name in factors.reduced)
+            elif not any(fusion.writes(reader, result) for result in operation.results):
+                shape = program.arrays[link].shape  # in the same order of dims
+                chain += [result for result in operation.results if program.arrays[result].shape == shape]
+        visited.add(link)
+    return tuple(dims)
+
+
+def _entering_stays(problem: Problem, positions: _Positions, spans: _Spans) -> Iterator[Stay]:
+    """Yields what enters loops although no kernel of the program has to write it, such as masks: loops read memory."""
+    program, entered = problem.program, set[tuple[int, int]]()
+    for op_index, operation in enumerate(program.operations):
+        operand = operation.operands[0] if operation.role == "enter" else None
+        if operand is None or operand in problem.fusion.written or (operand, operation.region) in entered:
+            continue
+        home = problem.operand_homes.get((op_index, 0), problem.homes.get(operand))
+        if home is not None:
+            entered.add((operand, operation.region))
+            yield Stay(home, problem.fusion.nbytes(operand), positions[op_index], spans[operation.region][1])
+
+
+def _expansion_stays(problem: Problem, positions: _Positions) -> Iterator[Stay]:
+    """Yields the masked copies of ragged matmuls."""
+    if problem.machine.has_ragged_kernels:
+        return
+    program = problem.program
+    for expansion in expansions(program):
+        operand = program.operations[expansion.op_index].operands[expansion.operand_index]
+        home = problem.operand_homes.get((expansion.op_index, expansion.operand_index))
+        if operand is None or home is None:
+            continue
+        nbytes = expansion.group_count * program.arrays[operand].nbytes
+        # The copies of one depth are made together, by the first matmul that takes any of them.
+        first = min(positions[op_index] for op_index in expansion.alongside)
+        yield Stay(home, nbytes, first, max(positions[op_index] for op_index in expansion.users))
+
+
+def _region_stays(problem: Problem, positions: _Positions) -> Iterator[Stay]:
+    """Yields what regions have in memory while they run."""
+    for op_index, node in problem.region_nodes.items():
+        if any(problem.nodes[node].temporary_bytes):
+            yield Stay(Home(node, ()), 0, positions[op_index], positions[op_index], is_region=True)
+
+
+def _stack_key(program: TracedProgram, array: int) -> tuple[Any, ...]:
+    return program.arrays[array].shape, program.arrays[array].dtype
+
+
+def _first_stacks(program: TracedProgram, spans: _Spans) -> dict[tuple[Any, ...], int]:
+    """Returns when stacked results are allocated: those of one shape by one kernel, before the first of their loops."""
+    firsts: dict[tuple[Any, ...], int] = {}
+    for operation in program.operations:
+        if operation.role == "leave":
+            key, first = _stack_key(program, operation.results[0]), spans[operation.region][0]
+            firsts[key] = min(firsts.get(key, first), first)
+    return firsts
+
+
+def _overwritten(problem: Problem) -> dict[int, int]:
+    """Returns the arguments over which arrays are written that the caller passes again, by array."""
+    program, sources = problem.program, problem.fusion.sources
+    arguments: dict[int, int] = {}
+    for operation in program.operations:
+        if operation.role == "return" and operation.results[0] in problem.feedback:
+            (operand,) = operation.operands
+            assert operand is not None, "a result of the function is an array"
+            array = sources.get(operand, operand)
+            producer = program.producers.get(array)
+            # What branches return is copied to the argument after them (`copies.py`).
+            if producer is None or program.operations[producer].name != "cond":
+                arguments[array] = problem.feedback[operation.results[0]]
+    return arguments
+
+
+def _updated(problem: Problem, overwritten: Mapping[int, int]) -> dict[int, int]:
+    """Returns by array in whose memory updates in place write it: of an argument, or of what goes round a loop."""
+    program, sources = problem.program, problem.fusion.sources
+    rounds = {
+        end: operation.results[0]
+        for operation in program.operations
+        if operation.role == "join" and operation.name != "cond" and (end := operation.operands[1]) is not None
+    }
+    updated: dict[int, int] = {}
+    for end, memory in (*overwritten.items(), *rounds.items()):
+        array, updates = sources.get(end, end), list[int]()
+        while array != memory and array in program.producers:
+            operation = program.operations[program.producers[array]]
+            is_loop = operation.role == "join" and operation.name != "cond"
+            first = operation.operands[0] if is_loop or operation.name in IN_PLACE else None
+            if first is None:
+                break
+            updates.append(array)
+            array = sources.get(first, first)
+        if array == memory:
+            updated.update(dict.fromkeys(updates, memory))
+    return updated
+
+
+def _copies(
+    problem: Problem,
+    positions: _Positions,
+    spans: _Spans,
+    last_uses: Mapping[int, int],
+    updated: Mapping[int, int],
+) -> tuple[Copy, ...]:
+    """Returns the arrays that are brought to another layout.
+
+    Those that enter a loop stay to its end, and those that are updated in place until nothing takes the last update.
+    """
+    program, fusion = problem.program, problem.fusion
+    last_updates: dict[int, int] = {}
+    for result, memory in updated.items():
+        last_updates[memory] = max(last_updates.get(memory, 0), last_uses.get(result, 0))
+    copies: list[Copy] = []
+    kept_until: dict[tuple[int, int], int] = {}
+    for op_index, operation in enumerate(program.operations):
+        if operation.role == "return":  # counted as a result
+            continue
+        for operand_index, operand in enumerate(operation.operands):
+            if (op_index, operand_index) not in problem.edge_indices:
+                continue
+            is_fused = not fusion.read_counts.get((op_index, operand_index)) and operation.role != "enter"
+            assert operand is not None, "an operand that has an edge is an array"
+            region = read_region(program, op_index, operand_index)
+            here = until = positions[op_index]
+            if region != operation.region:
+                until = max(until, spans[operation.region][1])
+            if operand_index == 0 and operation.results and operation.results[0] in updated:
+                until = max(until, last_updates[updated[operation.results[0]]])
+            array = (operand, region)
+            copies.append(Copy(array, problem.edge_indices[op_index, operand_index], here, until, until, is_fused))
+            kept_until[array] = max(kept_until.get(array, 0), until)
+    return tuple(attrs.evolve(copy, until=kept_until[copy.array]) for copy in copies)
+
+
+def _is_sent(source: np.ndarray, target: np.ndarray) -> bool:
+    """Whether devices need more of an array than they have: it is not only split further."""
+    return bool(((source >= 0) & (source != target)).any())
+
+
+def _birth_region(program: TracedProgram, array: int) -> int:
+    producer = program.producers.get(array)
+    return 0 if producer is None else program.operations[producer].region
+
+
+def _branch_ends(program: TracedProgram, spans: _Spans) -> dict[int, int]:
+    """Returns for each region that is a branch when the last of the branches ends that it is one of."""
+    branches: dict[int, dict[int, None]] = {}
+    for op_index, operation in enumerate(program.operations):
+        for operand in operation.operands if operation.name == "cond" else ():
+            branch = program.branch_of(op_index, operand)
+            if branch is not None:
+                branches.setdefault(operation.equation_index, {})[branch] = None
+    return {region: max(spans[each][1] for each in group) for group in branches.values() for region in group}
+
+
+def _loop_end(program: TracedProgram, spans: _Spans, region: int, birth_region: int) -> int:
+    """Returns when the outermost loop ends that an operation is in and its operand is not; 0 if there is none."""
+    around: list[int] = []
+    while birth_region >= 0:
+        around.append(birth_region)
+        birth_region = program.regions[birth_region].parent
+    # Each round of a loop reads it again, so it stays until the last: of the outermost loop, if loops are nested.
+    # Branches and recomputed parts are regions too, but run once for each round of the region around them.
+    end = 0
+    while region >= 0 and region not in around:
+        outside, times, _ = program.regions[region]
+        if outside >= 0 and times != program.regions[outside][1]:
+            end = max(end, spans[region][1])
+        region = outside
+    return end

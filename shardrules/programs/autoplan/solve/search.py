@@ -1,0 +1,600 @@
+"""Finds the best choice within a budget of memory, and what it costs at least.
+
+A search goes from cheap to exact. What experts would write is weighed first (`patterns.py`), so that there is a choice
+from the beginning. Message passing, with a price on memory (`price.py`), gives better ones, a lower bound, and for
+each layout how far above that bound it is. Layouts that cannot be part of anything better are dropped, and if little is
+left, it is solved with exact bounds on memory. Where the gap stays large, or nothing fits, the answer is improved part
+by part. Work is counted, so that the clock decides nothing unless time is up.
+"""
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import attrs
+import numpy as np
+
+from shardrules.programs.autoplan.graph.build import build_problem
+from shardrules.programs.autoplan.graph.machine import Machine
+from shardrules.programs.autoplan.graph.problem import Problem
+from shardrules.programs.autoplan.graph.restrict import restrict, variable_count
+from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
+from shardrules.programs.autoplan.solve.formulation import MICRO, Formulation
+from shardrules.programs.autoplan.solve.memory import Occupancy, peaks
+from shardrules.programs.autoplan.solve.messages import Messages
+from shardrules.programs.autoplan.solve.patterns import patterns
+from shardrules.programs.autoplan.solve.price import APART, CLOSER, Budget, within_budget
+from shardrules.programs.autoplan.solve.region_memory import with_temporary_bytes
+from shardrules.programs.autoplan.solve.solver import CLOSE, Solution, Work, fractions, least_memory, solve
+from shardrules.programs.autoplan.solve.trials import Trial, Trials
+from shardrules.programs.autoplan.traced.order import late_matmul_count, late_order, program_order
+from shardrules.programs.autoplan.traced.program import TracedProgram
+
+_ROUNDS = 12
+"""How often an exact search may be repeated with more operations watched: each round adds the peaks of the last choice.
+A search that needs more is given up for what pricing found; with half as many, more of them are."""
+
+_TIE = 1e-9
+"""By what part, and by how many seconds, costs may differ and count as the same: what rounding leaves."""
+
+_PATTERN_SWEEPS, _PATTERN_STEPS = 6, 3
+"""How often messages are passed in each pattern, and in how many steps nodes are fixed where that gives nothing that is
+possible: most settle in that, since they leave few layouts. Twice as many take twice the time, and change little."""
+
+_SMALL = 12_000
+"""With no more variables left, once layouts are dropped, choices are searched exactly, by linear programs. Each takes
+tens of milliseconds then. Twice as large, such searches take seconds and prove little more."""
+
+_EMPTY_WORK = 600_000
+"""How many variables the linear programs have together that look for the least memory, where nothing fits: a maximum is
+slower to minimise than a sum. Doubled, plans that do not fit are hardly smaller."""
+
+_PART_SIZE, _PART_WORK = 5_000, 40_000
+"""About how many variables a part of a program has that is searched around an answer, and how many its linear programs
+have together. Doubled, each takes twice the time or more, and finds little more."""
+
+_PART_COUNT, _MISSES = 40, 5
+"""How many parts are searched, and how many in a row that find nothing better. With twice as many misses, searches that
+are stuck take seconds longer."""
+
+_MERGED_SIZE, _MERGED_WORK, _MERGES = 6_000, 40_000, 8
+"""About how many variables choices have that are merged, how many the linear programs have together that merge them,
+and how often what comes out is merged with others. Doubled, they take seconds more, and gain next to nothing."""
+
+_TAKEN = 1e-6
+"""From what part on a layout counts as taken in a mixture: less is what HiGHS's tolerance leaves."""
+
+_TOO_LARGE = 3
+"""With what power of its size over the limit a choice counts as more expensive when those to merge are selected. With
+much more, only choices that fit are merged; with much less, those are left out that are the only ones to fit."""
+
+_ALL = np.inf
+"""Layouts are not dropped."""
+
+_PARTS = (0.5, 0.25, 0.1, 0.03, 0.01, 0.001, 1e-5)
+"""Of the gap, how much more than the bound a layout may cost at least to be searched exactly: the largest part that
+leaves few enough variables counts. With all of the gap, the search is a proof."""
+
+_PUT_OFF_BUSY, _BUSY, _MANY = 0.55, 1 / 8, 2
+"""Where collectives between matmuls take more than `_BUSY` of the time of computing, or there are more than `_MANY` for
+each matmul that nothing waits for, they use up some of those: compilers then take that part of the memory that it would
+take to put off all of them, and less the more collectives there are (with the ratio itself, not its square, peaks of
+nets with BatchNorm are a tenth too high). XLA for GPUs takes a sixth to three quarters in the models of the benchmark;
+with less, some predictions are too low."""
+
+_PUT_OFF_AGAIN, _FEW = 0.2, 0.1
+"""What part of that memory is taken at least where parameters are gathered again for the backward pass, and there are
+at most `_FEW` collectives between matmuls for each matmul that could be put off: compilers hide the gathers of a layer
+behind the gradients of its own weights, and put off few. Of six fully sharded steps compiled for H100s, two take none
+of it, the others a tenth to a third."""
+
+_PROMISING_WORK = 120_000
+"""How many variables the linear programs have together that search the most promising layouts, which proves nothing.
+Doubled, they take seconds more, and rarely find anything."""
+
+_PREFERENCE = 1e-6
+"""What a layout costs more than the one before it, in microseconds: nothing beside any real cost, and enough to decide
+between choices that cost the same."""
+
+
+@final
+@attrs.frozen(eq=False)
+class Task:
+    """A program to plan on a machine, ready to be solved."""
+
+    problem: Problem
+    occupancy: Occupancy
+    written: "_Written"
+    """What holds for any layouts and any compiler, so that it is computed once for all tasks of a program."""
+    _compiled_peaks: dict[tuple[int, ...], float] = attrs.field(factory=dict, init=False)
+    """What is known already, by choice."""
+
+    @functools.cached_property
+    def formulation(self) -> Formulation:
+        """The problem as a linear program."""
+        return Formulation(self.problem, layout_preference(self.problem))
+
+    def compiled_peak(self, choice: Sequence[int]) -> float:
+        """Returns the most memory that a choice is compiled to use.
+
+        A choice fits if it does where everything is put off that compilers for its machine put off. Where collectives
+        between matmuls need something to hide behind, they put off less, and so where parameters are gathered again.
+        """
+        key = tuple(choice)
+        if key not in self._compiled_peaks:
+            self._compiled_peaks[key] = self._compiled_peak(key)
+        return self._compiled_peaks[key]
+
+    def _compiled_peak(self, choice: tuple[int, ...]) -> float:
+        peak = self.occupancy.peak(choice)
+        if not self.problem.machine.puts_off:
+            return peak
+        late_count = self.written.late_matmul_count
+        moves = self.problem.chosen_moves(choice)
+        computing = self.problem.cost(choice) - sum(move.seconds * move.count for move in moves)
+        between = [move for move in moves if move.is_between]
+        count = sum(move.count for move in between)
+        many = _MANY * late_count
+        left = 1.0
+        if count > many or sum(move.seconds * move.count for move in between) > _BUSY * computing:
+            left = _PUT_OFF_BUSY * min(1.0, many / max(count, 1)) ** 2
+        elif late_count and count <= _FEW * late_count:
+            again = sum(move.count for move in moves if move.is_gathered_again and move.sent.any())
+            left = max(_PUT_OFF_AGAIN, 1 - again / late_count)
+        least = self.as_written.peak(choice) if left < 1 else peak
+        return least + left * (peak - least) if least < peak else peak
+
+    @functools.cached_property
+    def as_written(self) -> Occupancy:
+        """What is in memory if nothing is put off."""
+        occupancy = self.written.occupancy
+        return attrs.evolve(self.occupancy, stays=occupancy.stays, copies=occupancy.copies)
+
+    def tight(self) -> "Task":
+        """Returns the task of a compiler that has to keep a limit; the same one if it would do nothing else then."""
+        if not self.problem.machine.puts_off:
+            return self
+        return attrs.evolve(self, occupancy=self.occupancy.tight())
+
+    @classmethod
+    def of(
+        cls,
+        program: TracedProgram,
+        machine: Machine,
+        paths: Sequence[str],
+        feedback: Mapping[int, int],
+        pinned: Mapping[int, Any],
+        tie: bool = True,
+    ) -> "Task":
+        """Returns the task of a program whose arguments have these `paths`.
+
+        `feedback` maps result indices to the indices of the arguments that they become, `pinned` argument indices to
+        specs. With `tie`, operations alike are laid out alike.
+        """
+        feedback_arrays = {
+            result: program.arguments[feedback[result_index]]
+            for result_index, result in enumerate(program.results)
+            if result is not None and result_index in feedback
+        }
+        problem = with_temporary_bytes(build_problem(program, machine, paths, feedback_arrays, pinned, tie))
+        # Compilers for GPUs put off the matmuls that nothing waits for, to have something to hide collectives behind. A
+        # memory limit hardly keeps them from it.
+        order = late_order if machine.puts_off else program_order
+        return cls(problem, Occupancy.of(problem, order(program)), _Written(problem))
+
+    def with_choice(self, result: "SearchResult", choice: tuple[int, ...]) -> "SearchResult":
+        """Returns the result of a search with another choice."""
+        solution = result.solution
+        if solution is None or choice != solution.choice:
+            cost = self.problem.cost(choice)
+            solution = Solution(choice, cost, min(result.bound, cost), ())
+        return attrs.evolve(result, solution=solution, peak_bytes=self.occupancy.peak(choice))
+
+    def only(self, keep: Sequence[np.ndarray]) -> "Task":
+        """Returns the task with fewer layouts: for each node the indices of those to keep."""
+        problem = restrict(self.problem, keep)
+        return attrs.evolve(self, problem=problem, occupancy=attrs.evolve(self.occupancy, problem=problem))
+
+    def within(
+        self,
+        limit_bytes: float,
+        deadline: Deadline = NO_DEADLINE,
+        met: Sequence[Trial] = (),
+        *,
+        shrinks: bool = True,
+    ) -> "SearchResult":
+        """Finds the best choice that fits, or the one with the least memory where it finds none that fits.
+
+        Without `shrinks`, a search ends once it is certain that nothing fits, and the choice may take more. `met` are
+        the candidates and patterns of another search of the same problem: what is best in a pattern does not depend on
+        memory, so patterns are not weighed again.
+        """
+        start = time.monotonic()
+        trials = Trials(self.occupancy, limit_bytes)
+        trials.add((0,) * len(self.problem.nodes))
+        if not self.problem.nodes:
+            return _result(trials, Budget(0.0), False, time.monotonic() - start)
+        for trial in met:
+            trials.add(trial.choice, trial.origin)
+        if not met:
+            self._weigh_patterns(trials, deadline)
+        moments: dict[int, None] = {}
+        messages = Messages(self.problem, [extra / MICRO for extra in layout_preference(self.problem)])
+        budget = within_budget(messages, trials, deadline, moments)
+        best = trials.best
+        is_close = best is not None and best.cost <= budget.bound * (1 + CLOSER)
+        if not is_close and not deadline.is_over and not budget.is_hopeless:
+            self._merge(trials, budget, deadline, moments)
+            budget = self._closed(trials, budget, deadline, moments)
+        if trials.answer is None:  # a linear program knows what is possible
+            trials.add(solve(self.formulation, (), deadline).choice or ())
+        if trials.best is None and not deadline.is_over and variable_count(self.problem) <= _SMALL:
+            everything = [np.arange(len(node.layouts)) for node in self.problem.nodes]
+            self._empty(trials, everything, deadline, moments, Work(_EMPTY_WORK), shrinks=shrinks)
+        elif not is_close and (
+            shrinks or not budget.is_hopeless
+        ):  # where nothing can fit, what is left is to take less
+            self._improve(trials, budget, deadline, moments)
+            self._merge(trials, budget, deadline, moments)
+        return _result(trials, budget, deadline.is_over, time.monotonic() - start)
+
+    def _weigh_patterns(self, trials: Trials, deadline: Deadline) -> None:
+        """Adds the best choice of each pattern that experts would write."""
+        has_fitted = False
+        for pattern in patterns(self.problem):
+            # Without any time, those that are simple are weighed until one fits.
+            if deadline.is_over and (has_fitted or not pattern.is_simple):
+                continue
+            problem = restrict(self.problem, pattern.keep)
+            messages = Messages(problem, [extra / MICRO for extra in layout_preference(problem)])
+            messages.settle(_PATTERN_SWEEPS, deadline)
+            trial = trials.add(_whole_indices(pattern.keep, messages.decoded()), pattern.name)
+            if not np.isfinite(trial.cost) and not deadline.is_over:
+                trial = trials.add(
+                    _whole_indices(pattern.keep, messages.narrowed(_PATTERN_STEPS, deadline)), pattern.name
+                )
+            has_fitted = has_fitted or trials.fits(trial)
+
+    def _closed(self, trials: Trials, budget: Budget, deadline: Deadline, moments: dict[int, None]) -> Budget:
+        """Searches the layouts that may be part of something better exactly, or the most promising of them."""
+        answer, best = trials.answer, trials.best
+        choice = (0,) * len(self.problem.nodes) if answer is None else answer.choice
+        # As long as nothing fits, no cost is too high.
+        most = max(budget.bound, _TIE) if best is None else best.cost * (1 + _TIE) + _TIE - budget.bound
+        for part in (_ALL if best is None else 1.0, *_PARTS):
+            # Whatever rounding does, the best choice itself stays.
+            worthwhile = zip(budget.extra, choice, strict=True)
+            keep = [np.union1d(np.flatnonzero(extra <= part * most), [index]) for extra, index in worthwhile]
+            task = self.only(keep)
+            if variable_count(task.problem) > _SMALL:
+                continue
+            work = Work() if part >= 1.0 else Work(_PROMISING_WORK)
+            bound = task._exactly(trials, keep, deadline, moments, work)
+            if part < 1.0 or trials.best is None:  # what was dropped may be better
+                return budget
+            # What was dropped costs at least as much as the best so far, and what was kept at least `bound`.
+            return attrs.evolve(budget, bound=max(budget.bound, min(bound, trials.best.cost)))
+        return budget
+
+    def _merge(self, trials: Trials, budget: Budget, deadline: Deadline, moments: dict[int, None]) -> None:
+        """Searches what the best choices have between them: one is better in some parts of a program, others in others.
+
+        Where layouts may be mixed, a linear program says which to take: those that it mixes, and the best choice's, are
+        searched exactly.
+        """
+        for _ in range(_MERGES):
+            answer, best = trials.answer, trials.best
+            if answer is None or deadline.is_over or (best and best.cost <= budget.bound * (1 + APART)):
+                break
+            count = len(moments)
+            keep = self._union(trials)
+            task = self.only(keep)
+            constraints = [task.occupancy.constraint(moment, trials.limit_bytes) for moment in moments]
+            parts = fractions(task.formulation, constraints, deadline)
+            if parts is not None:
+                keep = [
+                    np.union1d(layouts[part > _TAKEN], [index])
+                    for layouts, part, index in zip(keep, parts, answer.choice, strict=True)
+                ]
+                task = self.only(keep)
+            if best is None:
+                task._empty(trials, keep, deadline, moments, Work(_MERGED_WORK))
+            task._exactly(trials, keep, deadline, moments, Work(_MERGED_WORK), bounds=False)
+            if trials.answer is answer and len(moments) == count:
+                break
+
+    def _union(self, trials: Trials) -> list[np.ndarray]:
+        """Returns for each node its layouts in the best choices: in as many of these as are searched at once."""
+
+        def rank(trial: Trial) -> float:
+            return trial.cost * max(1.0, trial.peak_bytes / max(1.0, trials.limit_bytes)) ** _TOO_LARGE
+
+        union = [set[int]() for _ in self.problem.nodes]
+        for trial in sorted(trials.trials, key=lambda trial: (trial is not trials.answer, rank(trial), trial.choice)):
+            more = [layouts | {index} for layouts, index in zip(union, trial.choice, strict=True)]
+            size = sum(
+                len({int(edge.from_codes[index]) for index in more[edge.start]})
+                * len({int(edge.to_codes[index]) for index in more[edge.end]})
+                for edge in self.problem.edges
+            )
+            if size > _MERGED_SIZE and trial is not trials.answer:
+                break
+            union = more
+        return [np.array(sorted(layouts)) for layouts in union]
+
+    def _improve(self, trials: Trials, budget: Budget, deadline: Deadline, moments: dict[int, None]) -> None:
+        """Searches parts of the program, with the rest as in the answer: its time, or where nothing fits its peak."""
+        done, misses, had_best = set[int](), 0, trials.best is not None
+        for _ in range(_PART_COUNT):
+            answer, best = trials.answer, trials.best
+            if answer is None or deadline.is_over or (best and best.cost <= budget.bound * (1 + APART)):
+                break
+            if best is not None and not had_best:  # from now on, time is what counts
+                done, misses, had_best = set(), 0, True
+            seeds = self._seeds(answer, best is not None)
+            left = [node for node in seeds if node not in done]
+            if not seeds or misses == _MISSES:
+                break
+            if not left:
+                done, left = set(), seeds
+            keep, opened = self._around(answer, left[0])
+            done |= opened
+            task = self.only(keep)
+            if best is None:
+                task._empty(trials, keep, deadline, moments, Work(_PART_WORK))
+            else:
+                task._exactly(trials, keep, deadline, moments, Work(_PART_WORK))
+            misses = misses + 1 if trials.answer is answer else 0
+
+    def _seeds(self, answer: Trial, fits: bool) -> list[int]:
+        """Returns nodes, those first that have most to gain: in time, or where nothing fits in bytes at the peak."""
+        problem = self.problem
+        gains = np.zeros(len(problem.nodes))
+        if not fits:
+            constraint = self.occupancy.constraint(int(answer.timeline.argmax()), 0.0)
+            for node, sizes in constraint.layout_bytes.items():
+                gains[node] += sizes[answer.choice[node]] - sizes.min()
+            for edge_index, sizes in constraint.copy_bytes.items():
+                edge = problem.edges[edge_index]
+                row, column = edge.from_codes[answer.choice[edge.start]], edge.to_codes[answer.choice[edge.end]]
+                if (edge.from_layouts[row] != edge.to_layouts[column]).any():
+                    gains[edge.end] += sizes[column]
+        else:
+            for node_index, node in enumerate(problem.nodes):
+                gains[node_index] = node.seconds[answer.choice[node_index]] - node.seconds.min()
+            for group, count in problem.edge_groups:
+                for edge in (problem.edges[index] for index in group):
+                    row, column = edge.from_codes[answer.choice[edge.start]], edge.to_codes[answer.choice[edge.end]]
+                    gains[edge.end] += count * edge.seconds[row, column]
+        return [int(node) for node in np.argsort(-gains, kind="stable") if gains[node] > 0]
+
+    def _around(self, answer: Trial, seed: int) -> tuple[list[np.ndarray], set[int]]:
+        """Returns for each node the layout of the answer, all layouts of nodes near `seed`, and which these are."""
+        problem, opened, left = self.problem, set[int](), _PART_SIZE
+        queue = [seed]
+        for node in queue:
+            if node in opened:
+                continue
+            size = 0
+            for edge_index in self._edges_of[node]:
+                edge = problem.edges[edge_index]
+                other = edge.end if edge.start == node else edge.start
+                full = len(edge.from_layouts) * len(edge.to_layouts)
+                size += full if other in opened else len(edge.from_layouts if edge.start == node else edge.to_layouts)
+            if opened and size > left:
+                continue
+            left -= size
+            opened.add(node)
+            for edge_index in self._edges_of[node]:
+                edge = problem.edges[edge_index]
+                queue.append(edge.end if edge.start == node else edge.start)
+            queue += self._ties_of.get(node, [])
+        keep = [
+            np.arange(len(layouts.layouts)) if node in opened else np.array([answer.choice[node]])
+            for node, layouts in enumerate(problem.nodes)
+        ]
+        return keep, opened
+
+    @functools.cached_property
+    def _edges_of(self) -> list[list[int]]:
+        edges: list[list[int]] = [[] for _ in self.problem.nodes]
+        for edge_index, edge in enumerate(self.problem.edges):
+            for node in {edge.start, edge.end}:
+                edges[node].append(edge_index)
+        return edges
+
+    @functools.cached_property
+    def _ties_of(self) -> dict[int, list[int]]:
+        ties: dict[int, list[int]] = {}
+        for first, second in self.problem.equal_homes:
+            ties.setdefault(first.node, []).append(second.node)
+            ties.setdefault(second.node, []).append(first.node)
+        return ties
+
+    def _exactly(
+        self,
+        trials: Trials,
+        keep: Sequence[np.ndarray],
+        deadline: Deadline,
+        moments: dict[int, None],
+        work: Work | None = None,
+        bounds: bool = True,
+    ) -> float:
+        """Solves it with bounds on what is in memory at the moments, which grow until no other operation exceeds it.
+
+        An operation is first watched with a constraint that rules out no choice that fits, so that the bound, which is
+        returned, holds. One that exceeds the limit all the same is watched strictly from then on, and with a lower
+        limit if even that fails. `keep` has the indices of its layouts in the problem of the `trials`. Without
+        `bounds`, all are watched strictly.
+        """
+        limit_bytes = trials.limit_bytes
+        limits = dict.fromkeys(moments, limit_bytes)
+        bound, work = 0.0, work or Work()
+        strict_moments: dict[int, None] = {} if bounds else dict.fromkeys(moments)
+        for _ in range(_ROUNDS):
+            constraints = [
+                self.occupancy.constraint(op_index, limit, certain=op_index not in strict_moments)
+                for op_index, limit in limits.items()
+            ]
+            if work.left <= 0:
+                break
+            solution = solve(self.formulation, constraints, deadline, work)
+            # Strict constraints rule out choices that fit: from then on, the program bounds nothing.
+            if not strict_moments:
+                bound = max(bound, solution.bound)
+            if solution.choice is None:
+                break
+            trial = trials.add(_whole_indices(keep, solution.choice))
+            if trials.fits(trial) or deadline.is_over:
+                break
+            timeline = self.occupancy.timeline(solution.choice)
+            for op_index in peaks(timeline, limit_bytes):
+                # Strict constraints count everything: what exceeds the limit is the solver's tolerance. Ask for less.
+                if op_index in strict_moments:
+                    limits[op_index] -= float(timeline[op_index]) - limit_bytes
+                elif op_index in limits or not bounds:
+                    strict_moments[op_index] = None
+                limits.setdefault(op_index, limit_bytes)
+                moments[op_index] = None
+        return bound
+
+    def _empty(
+        self,
+        trials: Trials,
+        keep: Sequence[np.ndarray],
+        deadline: Deadline,
+        moments: Mapping[int, None],
+        work: Work,
+        *,
+        shrinks: bool = True,
+    ) -> None:
+        """Looks for what takes the least memory, where nothing that fits was found.
+
+        Without `shrinks`, only until something fits, or nothing can.
+        """
+        if trials.smallest is None:
+            return
+        # The smallest choice at the moments watched may be larger at others: those are watched in the next round.
+        watched = dict.fromkeys([*moments, int(trials.smallest.timeline.argmax())])
+        strict_moments: dict[int, None] = {}
+        bound = 0.0
+        for _ in range(_ROUNDS):
+            constraints = [
+                self.occupancy.constraint(op_index, 0.0, certain=op_index not in strict_moments) for op_index in watched
+            ]
+            if work.left <= 0:
+                break
+            enough_bytes = None if shrinks else trials.limit_bytes
+            choice, needed_bytes = least_memory(self.formulation, constraints, deadline, work, enough_bytes)
+            if choice is None:
+                break
+            if not strict_moments:
+                bound = needed_bytes
+            fullest = int(trials.add(_whole_indices(keep, choice)).timeline.argmax())
+            least_peak = trials.smallest.peak_bytes
+            if least_peak <= bound * (1 + CLOSE) or fullest in strict_moments or deadline.is_over:
+                break
+            if not shrinks and (trials.best is not None or bound > trials.limit_bytes):
+                break
+            if fullest in watched:
+                strict_moments[fullest] = None
+            watched[fullest] = None
+
+
+@final
+@attrs.frozen(eq=False)
+class _Written:
+    """A program in the order in which it is written."""
+
+    problem: Problem
+
+    @functools.cached_property
+    def occupancy(self) -> Occupancy:
+        """What is in memory in that order."""
+        return Occupancy.of(self.problem, program_order(self.problem.program))
+
+    @functools.cached_property
+    def late_matmul_count(self) -> int:
+        """How many matmuls nothing waits for."""
+        return late_matmul_count(self.problem.program)
+
+
+@final
+@attrs.frozen(eq=False)
+class SearchResult:
+    """What a search found."""
+
+    solution: Solution | None
+    """The cheapest choice that fits by the model; where none was found, the one with the least peak. `None` only where
+    every choice that was met is impossible."""
+    peak_bytes: float
+    """The peak of `choice`."""
+    bound: float
+    """What every choice that fits costs at least."""
+    fits: bool
+    """Whether `choice` fits. Its peak may be above the limit where compilers put off less than they might."""
+    candidates: tuple[Trial, ...]
+    """The distinct choices that are worth compiling, the cheapest first: on the front of time and memory."""
+    patterns: tuple[Trial, ...] = ()
+    """The best choice of each pattern that experts would write: by compilers, some may take less than is modelled."""
+    seconds: float = 0.0
+    is_late: bool = False
+    """Whether the time was up before the search was done."""
+    is_tight: bool = False
+    """Whether it fits where the compiler has to keep the limit, as `Task.tight` says what is in memory then."""
+    free_bound: float = 0.0
+    """What every choice costs at least, whatever memory it takes."""
+
+    @property
+    def met(self) -> tuple[Trial, ...]:
+        """The candidates and patterns, the cheapest first."""
+        trials = {trial.choice: trial for trial in (*self.candidates, *self.patterns)}
+        return tuple(sorted(trials.values(), key=lambda trial: (trial.cost, trial.peak_bytes, trial.choice)))
+
+    @property
+    def price(self) -> float:
+        """What one more byte of memory would save, in seconds."""
+        return 0.0 if self.solution is None else sum(self.solution.prices, start=0.0)
+
+    @property
+    def choice(self) -> tuple[int, ...]:
+        """For each node the index of its layout."""
+        return () if self.solution is None else self.solution.choice or ()
+
+    def reindexed(self, keep: Sequence[np.ndarray]) -> "SearchResult":
+        """Returns the result of a search over the layouts `keep`, with the indices that the whole problem has."""
+        if self.solution is None:
+            return self
+
+        def whole(trials: Sequence[Trial]) -> tuple[Trial, ...]:
+            return tuple(attrs.evolve(trial, choice=_whole_indices(keep, trial.choice)) for trial in trials)
+
+        solution = attrs.evolve(self.solution, choice=_whole_indices(keep, self.choice))
+        return attrs.evolve(self, solution=solution, candidates=whole(self.candidates), patterns=whole(self.patterns))
+
+
+def _whole_indices(keep: Sequence[np.ndarray], choice: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(kept[layout_index]) for kept, layout_index in zip(keep, choice, strict=True))
+
+
+def _result(trials: Trials, budget: Budget, is_late: bool, seconds: float) -> SearchResult:
+    """Returns the result of a search with what it has met."""
+    answer, fits = trials.answer, trials.best is not None
+    if answer is None:
+        return SearchResult(None, np.inf, max(0.0, budget.bound), False, (), (), seconds, is_late)
+    bound = min(max(0.0, budget.bound), answer.cost)
+    # Bounds count only what is in memory in any case: where that leaves the price at 0, plans that need more tell it.
+    prices = (budget.price or trials.saving,) if fits else ()
+    solution = Solution(answer.choice, answer.cost, bound, prices)
+    patterns = tuple(trial for trial in trials.trials if trial.origin != "search")
+    free_bound = min(max(0.0, budget.free_bound), answer.cost)
+    return SearchResult(
+        solution, answer.peak_bytes, bound, fits, trials.front(), patterns, seconds, is_late, free_bound=free_bound
+    )
+
+
+def layout_preference(problem: Problem) -> list[np.ndarray]:
+    """Returns what decides between choices that cost the same, in microseconds: the one that splits least, and in the
+    order of the mesh."""
+    return [_PREFERENCE * np.arange(len(node.layouts)) for node in problem.nodes]

@@ -1,0 +1,72 @@
+"""Arrays that are computed element by element from a smaller array, or added up to one.
+
+They share an order of dims in memory: where a compiler changes that of the smaller array, it may change that of the
+larger, and copy it back for whatever needs the old order.
+"""
+
+import functools
+import math
+from typing import final
+
+import attrs
+
+from shardrules.programs.autoplan.traced.kernels import PARTIAL_READS, WHOLE, is_matmul
+from shardrules.programs.autoplan.traced.program import Operation, TracedProgram
+
+
+@final
+@attrs.frozen(eq=False)
+class Broadcasts:
+    """The larger arrays that share their order of dims with smaller ones."""
+
+    program: TracedProgram
+
+    def larger_bytes(self, array: int) -> int:
+        """The bytes of the largest array that an array is broadcast to, or that is reduced to it; 0 if none is."""
+        return max(self._computed_bytes.get(array, 0), self._reduced_bytes.get(array, 0))
+
+    @functools.cached_property
+    def _computed_bytes(self) -> dict[int, int]:
+        """For each array the bytes of the largest that it is broadcast to."""
+        largest: dict[int, int] = {}
+        for operation in reversed(self.program.operations):
+            if not _is_elementwise(operation):
+                continue
+            for result in operation.results:
+                for operand in operation.operands:
+                    if operand is None:
+                        continue
+                    nbytes = self._bytes_if_larger(result, operand) or largest.get(result, 0)
+                    largest[operand] = max(largest.get(operand, 0), nbytes)
+        return largest
+
+    @functools.cached_property
+    def _reduced_bytes(self) -> dict[int, int]:
+        """For each array the bytes of the largest that is added up to it."""
+        largest: dict[int, int] = {}
+        for operation in self.program.operations:
+            if not (_is_elementwise(operation) or operation.name.startswith("reduce_")):
+                continue
+            for operand in operation.operands:
+                for result in operation.results:
+                    if operand is None:
+                        continue
+                    nbytes = self._bytes_if_larger(operand, result) or largest.get(operand, 0)
+                    largest[result] = max(largest.get(result, 0), nbytes)
+        return largest
+
+    def _bytes_if_larger(self, array: int, other: int) -> int:
+        """The bytes of an array with more elements than another, and more than one dim in common; else 0."""
+        shapes = self.program.arrays[array].shape, self.program.arrays[other].shape
+        is_larger = math.prod(shapes[0]) > math.prod(shapes[1]) and min(map(_long_dims, shapes)) > 1
+        return self.program.arrays[array].nbytes if is_larger else 0
+
+
+def _long_dims(shape: tuple[int, ...]) -> int:
+    return sum(size > 1 for size in shape)
+
+
+def _is_elementwise(operation: Operation) -> bool:
+    if operation.role != "compute" or is_matmul(operation) or operation.name in WHOLE | PARTIAL_READS:
+        return False
+    return operation.name not in ("dot_general", "concatenate") and not operation.factors.reduced

@@ -1,0 +1,377 @@
+"""What custom calls compute: libraries by their configuration, kernels by estimate or by formula.
+
+The user's `kernel_cost` comes first, then the estimate of a kernel's author, then the formulas for kernels that JAX
+itself has: they carry no estimate, and their names and operands are stable.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, final
+
+import attrs
+
+from shardrules.programs.compiled.kernel_costs import KernelCall, KernelFacts
+from shardrules.programs.compiled.products import Convolution, Product, dot_product
+from shardrules.programs.compiled.text import ArrayType, Computation, Instruction
+
+Origin: TypeAlias = Literal["library", "estimate", "formula", "user"]
+"""Who says what a custom call costs: its own configuration, its author, a formula for its name, or the user."""
+
+_KERNEL = re.compile(r"tpu_custom_call|triton|mosaic|pallas|__(cublas|cudnn|onednn|gpu)\$", re.IGNORECASE)
+"""Targets of custom calls that may be matmuls."""
+
+NO_WORK = re.compile(
+    r"AllocateBuffer|ConcatBitcast|AsyncCollective(Start|Done)|PrepareAsyncCall(Start|Done)|Sharding|SPMD|Assume|MoveTo"
+    r"|PinTo|annotate_"
+)
+"""Targets of custom calls that pass information to the compiler and move nothing."""
+
+_OF_COMPILERS = (
+    *("__cublas", "__cudnn", "__onednn", "__cub$", "cublas", "__gpu$TopK", "TopK", "ApproxTopK", "PartialReduce"),
+    *("SliceToDynamic", "PadToStatic", "GatherScatterIndicesBitpacked", "X64"),
+)
+"""How targets begin that compilers put in for operations of their own, after these were split."""
+
+_SUFFIX = re.compile(r"(\.(\d+|clone|remat\d*))+$")
+"""What XLA appends to a name to make it unique."""
+
+_CONFIG_NAME = re.compile(r'\bname ?= ?"([^"]+)"')
+"""The name of a kernel in the configuration of a Triton call, which is not JSON."""
+
+_CUDNN_TILE = 128
+"""The rows and columns of a block of scores in cuDNN's attention. With half as many, a causal kernel computes fewer
+scores beyond the diagonal: 3 % fewer at a length of 2,048."""
+
+
+@final
+@attrs.frozen
+class CallCost:
+    """What a custom call computes each time it runs."""
+
+    flops: int
+    products: tuple[Product, ...] = ()
+    """The matmuls that the FLOPs are; empty where only their number is known."""
+    nbytes: int | None = None
+    """What it reads and writes, where that is not all of its operands and results."""
+    origin: Origin = "library"
+    is_masked: bool = False
+    """Whether it is attention that leaves scores out."""
+
+
+def may_be_matmul(instruction: Instruction) -> bool:
+    """Whether a custom call may be a matmul: a library for them, or a kernel that a user wrote."""
+    return _KERNEL.match(instruction.custom_call_target) is not None
+
+
+def is_black_box(instruction: Instruction) -> bool:
+    """Whether it is a kernel that XLA does not know, and cannot split: one of Pallas, or of another library."""
+    target = instruction.custom_call_target
+    return bool(target) and not NO_WORK.match(target) and not target.startswith(_OF_COMPILERS)
+
+
+def is_callback(instruction: Instruction) -> bool:
+    """Whether it calls back to Python: `jax.pure_callback` and the like."""
+    return "callback" in instruction.custom_call_target
+
+
+def kernel_names(instruction: Instruction) -> tuple[str, ...]:
+    """Returns the names of a kernel: its own, that of its JAX operation, and the target of its custom call.
+
+    ```python
+    from shardrules.programs.compiled.custom_calls import kernel_names
+    from shardrules.programs.compiled.text import read_instruction
+
+    line = '%scan.3 = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="f/pallas_call"}'
+    assert kernel_names(read_instruction(line, {})[0]) == ("scan", "f", "tpu_custom_call")
+    ```
+    """
+    match = _CONFIG_NAME.search(instruction.attributes.get("backend_config", ""))
+    name = match[1] if match else _SUFFIX.sub("", instruction.name)
+    path = instruction.op_name.split("/")
+    scopes = [scope for scope in path[-2:-1] if path[-1] == "pallas_call" and "(" not in scope]
+    return tuple(dict.fromkeys([name, *scopes, instruction.custom_call_target]))
+
+
+def names_of(computation: Computation, instruction: Instruction, facts: KernelFacts) -> tuple[str, ...]:
+    """The names of a kernel, that of the function first if JAX knows it and the program does not."""
+    call = _call_of(computation, instruction, facts)
+    return tuple(dict.fromkeys([*([] if call is None else [call.name]), *kernel_names(instruction)]))
+
+
+def call_cost(computation: Computation, instruction: Instruction, facts: KernelFacts) -> CallCost | None:
+    """Returns what a custom call computes; `None` where nothing says it."""
+    names, operands = names_of(computation, instruction, facts), computation.operand_types(instruction)
+    cost = facts.cost(names)
+    if cost is not None:
+        flops, nbytes = cost.amounts(operands)
+        return CallCost(flops, (), nbytes, "user")
+    library = _library_cost(computation, instruction)
+    if library is not None:
+        return library
+    # Compilers for GPUs do not print the estimate of a kernel's author, and JAX still knows it.
+    call = _call_of(computation, instruction, facts)
+    products = _formula_products(names, operands, instruction, None if call is None else call.block_count)
+    estimate = find_config(instruction.backend_config, "cost_estimate")
+    if estimate and "flops" in estimate:
+        nbytes = int(estimate.get("bytes_accessed", 0))
+        return CallCost(int(estimate["flops"]), products or (), nbytes or None, "estimate")
+    if call is not None and call.flops is not None:
+        return CallCost(call.flops, products or (), call.nbytes or None, "estimate")
+    return None if products is None else CallCost(sum(each.flops for each in products), products, None, "formula")
+
+
+def _formula_products(
+    names: Sequence[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
+) -> tuple[Product, ...] | None:
+    """The matmuls of a kernel that JAX has; `None` for any other."""
+    for pattern, formula in _FORMULAS.items():
+        match = next(filter(None, (re.fullmatch(pattern, name) for name in names)), None)
+        if match is not None:
+            return formula(match, operands, instruction, block_count)
+    return None
+
+
+def _call_of(computation: Computation, instruction: Instruction, facts: KernelFacts) -> KernelCall | None:
+    """What JAX knows of a kernel, found by its shapes and its name; by its shapes alone if no other has them."""
+    if not facts.calls or not may_be_matmul(instruction):
+        return None
+    shapes = tuple(operand.shape for operand in computation.operand_types(instruction))
+    results = tuple(result.shape for result in instruction.types)
+    same = [call for call in facts.calls if call.results == results and call.operands == shapes]
+    named = [call for call in same if call.name in kernel_names(instruction)]
+    candidates = named or (same if len(same) == 1 else [])
+    return max(candidates, key=lambda call: call.block_count or 0, default=None)
+
+
+def _library_cost(computation: Computation, instruction: Instruction) -> CallCost | None:
+    """What a library call computes: each library describes its matmuls in a configuration of its own."""
+    target, config = instruction.custom_call_target, instruction.backend_config
+    makers = [computation.by_name[name] for name in instruction.operands]
+    operands = [maker.types[0] for maker in makers if maker.types]
+    if target.startswith("__cudnn$conv") and "dim_labels" in instruction.attributes:
+        return _cudnn_convolution(target, instruction, operands)
+    if target.startswith("__cudnn$fmha"):
+        return _cudnn_attention(target, config, operands[0])
+    if target == "__onednn$matmul":
+        transposed = config.get("onednn_matmul_config", {}).get("transpose_a", False)
+        batch = range(len(operands[0].shape) - 2)
+        return _of(dot_product(operands[0], operands[1], [len(batch) + (not transposed)], [len(batch)], batch))
+    dims = find_config(config, "dot_dimension_numbers")
+    if target.startswith("__cublas$") and dims:
+        contracted, right, batch = (
+            [int(dim) for dim in dims.get(f"{name}_dimensions", ())]
+            for name in ("lhs_contracting", "rhs_contracting", "lhs_batch")
+        )
+        return _of(dot_product(operands[0], operands[1], contracted, right, batch))
+    return None
+
+
+def _of(*products: Product) -> CallCost:
+    return CallCost(sum(product.flops for product in products), products)
+
+
+def _cudnn_convolution(target: str, instruction: Instruction, operands: Sequence[ArrayType]) -> CallCost:
+    """A convolution or one of its gradients: all have the labels and the window of the forward pass."""
+    image, kernel, result = operands[0], operands[1], instruction.types[0]
+    if target.startswith("__cudnn$convBackwardInput"):
+        image, result = result, image
+    elif target.startswith("__cudnn$convBackwardFilter"):
+        kernel, result = result, kernel
+    convolution = Convolution(instruction.attributes, image, kernel, result)
+    return CallCost(convolution.flops(), (convolution.product(),))
+
+
+def _cudnn_attention(target: str, config: Mapping[str, Any], query: ArrayType) -> CallCost | None:
+    scores = find_config(config, "intermediate_tensor_shape")
+    if not scores:
+        return None
+    batch, heads, rows, columns = [int(size) for size in scores["dimensions"]]
+    # The layout of the query varies, but its size is batch x heads x queries x head size.
+    head_size = query.size // max(1, batch * heads * rows)
+    attention = next(part for part in _parts(config) if "intermediate_tensor_shape" in part)
+    window = int(attention.get("sliding_window_length", 0) or 0)
+    phase = "backward" if "Backward" in target else "fwd"
+    mask, sizes = str(attention.get("mask_type", "")), (head_size, head_size)
+    products, is_masked = masked_attention(batch * heads, (rows, columns), sizes, mask, window, phase)
+    return attrs.evolve(_of(*products), is_masked=is_masked)
+
+
+def masked_attention(
+    count: int, lengths: tuple[int, int], head_sizes: tuple[int, int], mask_type: str, window: int, phase: str
+) -> tuple[tuple[Product, ...], bool]:
+    """Returns the matmuls of cuDNN's attention, and whether a mask leaves scores out.
+
+    `lengths` are those of queries and keys, `head_sizes` those of keys and values.
+    """
+    rows, columns = lengths
+    blocks = _cudnn_blocks(mask_type, rows, columns, window)
+    # As wide as the blocks of a row are on average.
+    area = min(rows, _CUDNN_TILE) * min(columns, _CUDNN_TILE)
+    width = columns if blocks is None else min(columns, round(blocks * area / rows))
+    return _attention(count, rows, width, *head_sizes, phase), blocks is not None
+
+
+def _cudnn_blocks(mask_type: str, rows: int, columns: int, window: int) -> int | None:
+    """How many blocks of scores a causal kernel computes: those with a score at or below the diagonal, and in the
+    window. `None` without such a mask. The lengths behind a padding mask are data: it counts as full."""
+    if "CAUSAL" not in mask_type and not window:
+        return None
+    count = 0
+    for top in range(0, rows, _CUDNN_TILE):
+        last = min(top + _CUDNN_TILE, rows, columns) - 1
+        first = max(0, top - window + 1) if window else 0
+        count += max(0, last // _CUDNN_TILE - first // _CUDNN_TILE + 1)
+    return count
+
+
+def _attention(count: int, rows: int, columns: int, size: int, value_size: int, phase: str) -> tuple[Product, ...]:
+    """The matmuls of `count` blocks of scores: queries with keys first, and for gradients that again.
+
+    The gradient of the queries takes that of the scores; those of keys and values take one more product each.
+    """
+    scores = Product(count, rows, columns, size)
+    values = Product(count, rows, value_size, columns)
+    score_gradients = Product(count, rows, columns, value_size)
+    query_gradients = Product(count, rows, size, columns)
+    key_gradients, value_gradients = Product(count, columns, size, rows), Product(count, columns, value_size, rows)
+    return {
+        "fwd": (scores, values),
+        "dq": (scores, score_gradients, query_gradients),
+        "dkv": (scores, value_gradients, score_gradients, key_gradients),
+        "backward": (scores, value_gradients, score_gradients, key_gradients, query_gradients),
+    }[phase]
+
+
+_Formula: TypeAlias = Callable[
+    [re.Match[str], Sequence[ArrayType], Instruction, int | None], "tuple[Product, ...] | None"
+]
+
+
+def _splash(
+    match: re.Match[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
+) -> tuple[Product, ...] | None:
+    """Splash attention: blocks of scores, of which a mask says which are computed.
+
+    Its operands are the mask's arrays, one entry for each block, then queries, keys and values as they are: by default
+    [batch, heads, length, head size], without heads for the keys and values of "mqa".
+    """
+    floats = [operand for operand in operands if re.match(r"f|bf", operand.dtype) and len(operand.shape) > 1]
+    masks = [operand for operand in operands if re.match(r"[su](8|16|32)$", operand.dtype) and len(operand.shape) == 3]
+    if len(floats) < 3 or not masks:
+        return None
+    settings = _splash_settings(instruction)
+    query, key, value = (
+        _lengths(array, settings.get(f"{name}_layout", 1)) for array, name in zip(floats, "qkv", strict=False)
+    )
+    phase = match["phase"]
+    suffix = "" if phase == "fwd" else f"_{phase}"
+    mask_heads, rows, columns = masks[0].shape
+    height = int(settings.get(f"block_q{suffix}") or query[0] // max(1, rows))
+    width = int(settings.get(f"block_kv{suffix}") or key[0] // max(1, columns))
+    total = block_count if block_count is not None else mask_heads * rows * columns
+    # A mask for one head is for all of them. A batch is an additional leading dim.
+    heads = math.prod(floats[0].shape[:-2])
+    count = total * heads // max(1, mask_heads)
+    if phase == "dkv" and any(len(result.shape) > len(floats[0].shape) for result in instruction.types):
+        phase = "backward"  # the fused kernel also gives a part of the queries' gradient for each block
+    return _attention(count, height, width, query[1], value[1], phase)
+
+
+def _splash_settings(instruction: Instruction) -> Mapping[str, Any]:
+    """The sizes of blocks, which the kernel has in its metadata."""
+    pairs = re.findall(r'\\*"(\w+)\\*": ?(\d+)', instruction.attributes.get("frontend_attributes", ""))
+    return {name: int(value) for name, value in pairs}
+
+
+def _lengths(array: ArrayType, layout: int) -> tuple[int, int]:
+    """The length and the head size of an operand; in layout 2 they are swapped."""
+    length, size = array.shape[-2:]
+    return (length, size) if layout == 1 else (size, length)
+
+
+def _flash(
+    match: re.Match[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
+) -> tuple[Product, ...] | None:
+    """Flash attention on [batch, heads, length, head size], without a mask: whether it is causal is not in the text."""
+    arrays = [operand for operand in operands if len(operand.shape) == 4]
+    if len(arrays) < 3:
+        return None
+    (batch, heads, rows, size), columns = arrays[0].shape, arrays[1].shape[2]
+    phase = "fwd" if match["phase"] == "kernel" else match["phase"]
+    return _attention(batch * heads, rows, columns, size, arrays[2].shape[3], phase)
+
+
+def _triton_attention(
+    match: re.Match[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
+) -> tuple[Product, ...] | None:
+    """The attention of `jax.experimental.pallas.ops.gpu` on [batch, length, heads, head size]."""
+    arrays = [operand for operand in operands if len(operand.shape) == 4]
+    if len(arrays) < 3:
+        return None
+    (batch, rows, heads, size), columns = arrays[0].shape, arrays[1].shape[1]
+    phase = "fwd" if match["phase"] == "forward" else "backward"
+    return _attention(batch * heads, rows, columns, size, size, phase)
+
+
+def _paged(
+    match: re.Match[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
+) -> tuple[Product, ...] | None:
+    """Attention to pages of keys and values. Lengths are data: all pages that a sequence may have count as full."""
+    pages = next((operand for operand in operands if len(operand.shape) == 4), None)
+    tables = [operand for operand in operands if operand.dtype == "s32" and len(operand.shape) == 2]
+    queries = [operand for operand in operands if re.match(r"f|bf", operand.dtype) and len(operand.shape) == 3]
+    if pages is None or not tables or not queries:
+        return None
+    tokens, heads, size = queries[0].shape
+    # Pages are [heads, pages, page size, head size]; ragged ones [pages, page size, keys and values, head size].
+    page_size = pages.shape[1] if match[0].startswith("ragged") else pages.shape[2]
+    return _attention(tokens * heads, 1, tables[0].shape[1] * page_size, size, size, "fwd")
+
+
+def _grouped(
+    match: re.Match[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
+) -> tuple[Product, ...] | None:
+    """Groups of rows, each with a matrix of its own: every row is multiplied once. For the gradient of the matrices,
+    which are stacked in the result, rows are contracted."""
+    rows = next((operand for operand in operands if re.match(r"f|bf", operand.dtype) and len(operand.shape) == 2), None)
+    shape = instruction.types[0].shape
+    if rows is None or len(shape) not in (2, 3):
+        return None
+    m, n = shape[-2:]
+    return (Product(1, m, n, rows.size // max(1, m)),)
+
+
+def _elementwise(
+    match: re.Match[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
+) -> tuple[Product, ...] | None:
+    """A kernel without any matmul: its cost is memory traffic."""
+    return ()
+
+
+_FORMULAS: Mapping[str, _Formula] = {
+    r"splash_m[hq]a_(?P<phase>fwd|dq|dkv)\w*": _splash,
+    r"(_flash_attention|flash_mha_bwd)_(?P<phase>dq|dkv|kernel)\w*": _flash,
+    r"mha_(?P<phase>forward|backward)\w*": _triton_attention,
+    r"(ragged_)?paged_(flash_)?attention\w*": _paged,
+    r"t?gmm\w*|(transposed_)?ragged_dot\w*": _grouped,
+    r"mha_preprocess_backward|(ln|rms)_(forward|backward)\w*|ragged-dot-metadata": _elementwise,
+    # Random numbers on GPUs.
+    r"(cu|hip)_threefry2x32\w*": _elementwise,
+}
+"""Formulas for the kernels of `jax.experimental.pallas.ops`, by patterns of their names.
+
+An author's estimate of the FLOPs comes first, and the formula still says which matmuls they are."""
+
+
+def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A backend's configuration and all the parts inside it: versions of XLA nest them differently."""
+    parts: list[Any] = [config]
+    for part in parts:  # grows while iterated
+        parts += [value for value in part.values() if isinstance(value, dict)]
+    return parts
+
+
+def find_config(config: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
+    """Finds a part of a backend's configuration, whichever name it is nested under."""
+    return next((part[key] for part in _parts(config) if isinstance(part.get(key), dict)), None)

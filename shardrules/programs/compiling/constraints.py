@@ -1,0 +1,109 @@
+"""The sharding constraints in a traced function, and the lines of code that ask for them."""
+
+import functools
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardrules.core.check import check_spec
+from shardrules.core.finding import Finding, shape_text
+from shardrules.core.source import Source, called_from, equation_stack, user_line
+from shardrules.core.spec import spec_repr
+from shardrules.programs.jaxprs.walk import CHECKPOINTS, equations, programs_in
+
+Constraint: TypeAlias = tuple[tuple[int, ...], PartitionSpec, list[Source]]
+"""An array whose sharding a function constrains: its shape, the spec, and the lines of code, innermost first."""
+
+
+def find_constraints(program: ClosedJaxpr) -> Iterator[Constraint]:
+    """Yields the shape, spec and lines of every array whose sharding a function constrains.
+
+    ```python
+    from shardrules.programs.compiling.constraints import find_constraints
+
+    mesh = sr.create_mesh("data:8")
+    with jax.set_mesh(mesh):
+        program = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, P("data")))(jnp.ones(16))
+    assert [(shape, spec) for shape, spec, _ in find_constraints(program)] == [((16,), P("data"))]
+    ```
+    """
+    for equation in equations(program):
+        # On Auto axes a constraint is the one, on Explicit axes the other.
+        if equation.primitive.name in ("sharding_constraint", "reshard"):
+            sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
+            if isinstance(sharding, NamedSharding):
+                yield equation.invars[0].aval.shape, sharding.spec, equation_stack(equation)
+
+
+def weakened_constraints(constraints: Iterable[Constraint], sizes: Mapping[str, int]) -> Iterator[Finding]:
+    """Yields a finding for each constraint that does not divide its array: JAX weakens these silently."""
+    for shape, spec, stack in constraints:
+        for finding in check_spec("", shape, spec, sizes):
+            if finding.code == "weakened":
+                message = (
+                    f"{spec_repr(spec)} on an array of shape {shape_text(shape)}: {finding.message}{called_from(stack)}"
+                )
+                yield attrs.evolve(finding, message=message, shape=None, source=user_line(stack))
+
+
+def follow_arguments(program: ClosedJaxpr) -> tuple[dict[int, list[Constraint]], list[int]]:
+    """Returns the constraints on what a function makes of each argument, by its index, and each result's arguments.
+
+    The arguments that a result depends on are bits: bit 0 is the first argument's.
+
+    ```python
+    from shardrules.programs.compiling.constraints import follow_arguments
+
+    def step(state, x):
+        return jax.lax.with_sharding_constraint(state * 2, P("data")), state.sum() + x
+
+    with jax.set_mesh(sr.create_mesh("data:8")):
+        program = jax.make_jaxpr(step)(jnp.ones(16), jnp.ones(4))
+    constraints, results = follow_arguments(program)
+    assert list(constraints) == [0] and results == [0b01, 0b11]
+    ```
+    """
+    constraints: dict[int, list[Constraint]] = {}
+    bits = [1 << index for index in range(len(program.jaxpr.invars))]
+    return constraints, _collect(program.jaxpr, bits, constraints)
+
+
+def _collect(program: Jaxpr, bits: Sequence[int], constraints: dict[int, list[Constraint]]) -> list[int]:
+    """Adds the constraints of a program whose operands depend on `bits`; returns what its results depend on."""
+    depends = dict(zip(map(id, program.invars), bits, strict=True))
+    for equation in program.eqns:
+        operands = [depends.get(id(value), 0) for value in equation.invars]
+        if equation.primitive.name in ("sharding_constraint", "reshard"):
+            sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
+            if isinstance(sharding, NamedSharding):
+                operand: Any = equation.invars[0]
+                constraint = operand.aval.shape, sharding.spec, equation_stack(equation)
+                for index in range(operands[0].bit_length()):
+                    if operands[0] >> index & 1:
+                        constraints.setdefault(index, []).append(constraint)
+        everything = functools.reduce(operator.or_, operands, 0)
+        results = [everything] * len(equation.outvars)
+        for inner in programs_in(equation):
+            jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+            # A call has the operands of its program; loops and branches have others, in an order of their own.
+            is_call = len(jaxpr.invars) == len(operands) and equation.primitive.name in _CALLS
+            inside = _collect(jaxpr, operands if is_call else [everything] * len(jaxpr.invars), constraints)
+            results = inside if is_call and len(inside) == len(results) else results
+        depends |= dict(zip(map(id, equation.outvars), results, strict=True))
+    return [depends.get(id(result), 0) for result in program.outvars]
+
+
+_CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    *CHECKPOINTS,
+    "custom_jvp_call",
+    "custom_vjp_call",
+)
+"""Operations that call one program with their own operands."""

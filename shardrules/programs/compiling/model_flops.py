@@ -1,0 +1,143 @@
+"""How many FLOPs the matmuls and convolutions of a function have, before any compiler has seen it.
+
+They are counted in the function's jaxpr, on whole arrays, with every loop as often as it runs. A compiled program's
+FLOPs on one device, times the devices, can be compared with this: far more means that devices do the same work.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import attrs
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.interpreters import partial_eval
+
+from shardrules.programs.compiling.fused_calls import FUSED, fused_flops
+from shardrules.programs.jaxprs.walk import programs_in
+
+
+def model_flops(jaxpr: ClosedJaxpr | Jaxpr) -> int:
+    """Returns the FLOPs of the matmuls and convolutions of a program: two for each product that is summed.
+
+    A loop of unknown length counts once, and so does every branch, as they do in the text of a compiled program, which
+    does not say which branch is taken either.
+
+    ```python
+    from shardrules.programs.compiling.model_flops import model_flops
+
+    jaxpr = jax.make_jaxpr(lambda a, b: jnp.tanh(a @ b))(jnp.ones((4, 8)), jnp.ones((8, 16)))
+    assert model_flops(jaxpr) == 2 * 4 * 8 * 16
+    ```
+    """
+    return sum(matmul.flops for matmul in model_matmuls(jaxpr))
+
+
+def without_dead_code(program: ClosedJaxpr) -> Jaxpr:
+    """Returns a program without the operations that no result depends on, which gradients leave behind."""
+    return partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), instantiate=True)[0]
+
+
+@final
+@attrs.frozen(eq=False)
+class ModelMatmul:
+    """A matmul or a convolution of a function, with its FLOPs on whole arrays for all of its runs."""
+
+    equation: Any
+    flops: int
+    is_certain: bool
+    """Whether the program says how often it runs, and how much of it is work."""
+    is_recomputed: bool
+    """Whether `jax.checkpoint` repeats it for the backward pass."""
+
+
+RECOMPUTED = "rematted_computation"
+"""What JAX calls the operations that `jax.checkpoint` repeats, in their paths."""
+
+
+def model_matmuls(
+    jaxpr: ClosedJaxpr | Jaxpr, times: int = 1, is_certain: bool = True, is_recomputed: bool = False
+) -> Iterator[ModelMatmul]:
+    """Yields every matmul and convolution of a program that runs `times` times, if that `is_certain`."""
+    inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    # The programs inside an equation run for each round of a loop, and on each device of a `shard_map`.
+    for equation in inner.eqns:
+        name = equation.primitive.name
+        count = _COUNTERS.get(name)
+        repeats = is_recomputed or RECOMPUTED in str(equation.source_info.name_stack)
+        if count is not None:
+            is_counted = is_certain and not _is_rewritten(equation)
+            yield ModelMatmul(equation, times * count(equation), is_counted, repeats)
+        else:
+            inner_times = times * inner_runs(equation)
+            is_inner_certain = is_certain and name not in ("while", "pallas_call")
+            for program in programs_in(equation):
+                yield from model_matmuls(program, inner_times, is_inner_certain, repeats)
+
+
+def equation_flops(equation: Any) -> int:
+    """Returns the FLOPs of an equation if it is a matmul or a convolution, else 0."""
+    count = _COUNTERS.get(equation.primitive.name)
+    return 0 if count is None else count(equation)
+
+
+def _is_rewritten(equation: Any) -> bool:
+    """Whether a backend may compile it to other FLOPs than it has here."""
+    params = equation.params
+    # Grouped convolutions become one dense convolution with zeros in its kernel.
+    groups = params.get("feature_group_count", 1) * params.get("batch_group_count", 1)
+    # TPUs emulate float64 and int64 by several products of smaller types.
+    is_wide = equation.outvars[0].aval.dtype.itemsize > 4
+    return equation.primitive.name == "ragged_dot_general" or groups > 1 or is_wide
+
+
+def inner_runs(equation: Any) -> int:
+    """Returns how often the programs inside an equation run on whole arrays: in each round, and on each device."""
+    return _rounds(equation) * _device_count(equation)
+
+
+def _rounds(equation: Any) -> int:
+    """How often the programs inside it run: the length of a scan, the grid of a kernel."""
+    if equation.primitive.name == "pallas_call":
+        return math.prod(size for size in equation.params["grid_mapping"].grid if isinstance(size, int))
+    return equation.params["length"] if equation.primitive.name == "scan" else 1
+
+
+def _device_count(equation: Any) -> int:
+    """How many devices run the program inside it: in `shard_map` it is the program of one device."""
+    if equation.primitive.name != "shard_map":
+        return 1
+    sizes = dict(equation.params["mesh"].shape)
+    return math.prod(sizes[name] for name in equation.params["newly_manual_axes"])
+
+
+def _dot_flops(equation: Any) -> int:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    shape = equation.invars[0].aval.shape
+    return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
+
+
+def _convolution_flops(equation: Any) -> int:
+    kernel = equation.invars[1].aval.shape
+    out_features = equation.params["dimension_numbers"].rhs_spec[0]
+    per_output = math.prod(kernel) // max(1, kernel[out_features])
+    # Dilation puts zeros between the inputs, and no backend multiplies them. Zeros that padding adds are counted.
+    zeros = math.prod(equation.params["lhs_dilation"])
+    return 2 * math.prod(equation.outvars[0].aval.shape) * per_output // zeros
+
+
+def _ragged_dot_flops(equation: Any) -> int:
+    """Groups of rows, each with its own matrix. Where rows are summed over, each group has a result of its own."""
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    shape, result = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    sums_rows = any(dim in contracted for dim in numbers.lhs_ragged_dimensions)
+    flops = 2 * math.prod(result) * math.prod(shape[dim] for dim in contracted)
+    return flops // (result[0] if sums_rows else 1)
+
+
+_COUNTERS: dict[str, Callable[[Any], int]] = {
+    "dot_general": _dot_flops,
+    "conv_general_dilated": _convolution_flops,
+    "ragged_dot_general": _ragged_dot_flops,
+    **dict.fromkeys(FUSED, fused_flops),
+}

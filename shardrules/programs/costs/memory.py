@@ -1,0 +1,22 @@
+"""What reading and writing the memory of a device takes."""
+
+from shardrules.programs.machine.hardware import Hardware, fraction
+from shardrules.programs.machine.measured import Access
+
+
+def traffic_seconds(nbytes: float, hardware: Hardware, access: Access = "copy") -> float:
+    """How long a kernel takes to read and write `nbytes` in all, without its launch.
+
+    ```python
+    from shardrules.programs.costs.memory import traffic_seconds
+
+    h100 = sr.Hardware.named("cuda:h100")
+    assert traffic_seconds(3.35e9, h100) >= 1e-3
+    ```
+    """
+    return nbytes / (hardware.memory_bytes_per_second * fraction(hardware.memory_fractions, access))
+
+
+def host_seconds(nbytes: float, hardware: Hardware) -> float:
+    """How long a device takes to send `nbytes` to the memory of its host, or to fetch as much from there."""
+    return nbytes / hardware.host_link_bytes_per_second

@@ -1,0 +1,148 @@
+"""The functions of a pipeline as functions of lists of arrays."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import attrs
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
+
+from shardrules.core.errors import ConfigError
+from shardrules.programs.pipelines.leaves import Arrays, Structure, pack
+
+
+@final
+@attrs.frozen(eq=False)
+class Functions:
+    """What a user's functions compute of arrays; the structures are of their arguments."""
+
+    layer_function: Callable[[Any, Any], Any]
+    first_function: Callable[[Any, Any], Any] | None
+    last_function: Callable[..., Any] | None
+    layers: Structure
+    first_params: Structure
+    last_params: Structure
+    inputs: Structure
+    targets: Structure
+    message: Structure
+    """Of what goes from layer to layer."""
+
+    def layer(self, params: Arrays, x: Arrays) -> Arrays:
+        """The output of a layer."""
+        return pack(self.layer_function(self.layers.unpack(params), self.message.unpack(x)))[0]
+
+    def first(self, params: Arrays, inputs: Arrays) -> Arrays:
+        """The input of the first layer."""
+        if self.first_function is None:
+            return inputs
+        return pack(self.first_function(self.first_params.unpack(params), self.inputs.unpack(inputs)))[0]
+
+    def last(self, params: Arrays, y: Arrays, targets: Arrays) -> Any:
+        """The loss of a microbatch."""
+        assert self.last_function is not None
+        arrays = self.last_params.unpack(params), self.message.unpack(y), self.targets.unpack(targets)
+        return jnp.asarray(self.last_function(*arrays))
+
+
+@final
+class FunctionError(Exception):
+    """A function of the user raised what is its cause; `function` is the argument of `pipeline` that it is."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__(function)
+        self.function = function
+
+
+def _traced(name: str, function: Callable[..., Any], *operands: Any) -> tuple[Any, dict[str, Arrays]]:
+    """The shapes that a function returns, and under its name the traced arrays that it closes over."""
+    try:
+        jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
+    except Exception as error:
+        raise FunctionError(name) from error
+    return shapes, {name: [array for array in jaxpr.consts if isinstance(array, Tracer)]}
+
+
+def refuse_derivatives(closed: dict[str, Arrays]) -> None:
+    """Raises a `ConfigError` wherever JAX differentiates by arrays that functions close over.
+
+    Schedules compute gradients of what functions get, and not of what they close over.
+    """
+    for name, arrays in closed.items():
+        if arrays:
+            _without_derivative(name)(*arrays)
+
+
+def _without_derivative(name: str) -> Callable[..., Any]:
+    @jax.custom_jvp
+    def same(*arrays: Any) -> Any:
+        return arrays
+
+    def refuse(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        moved = [
+            primal for primal, tangent in zip(primals, tangents, strict=True) if not isinstance(tangent, SymbolicZero)
+        ]
+        if moved:
+            shapes = shapes_text([jax.typeof(array) for array in moved])
+            raise ConfigError(
+                f"pipeline: {name} closes over {shapes} that a gradient is taken of; pass it in the parameters of "
+                f"{name} (of layer with the layers first), or close over jax.lax.stop_gradient of it"
+            )
+        return primals, tangents
+
+    same.defjvp(refuse, symbolic_zeros=True)
+    return same
+
+
+def message_structure(
+    function: Callable[[Any, Any], Any] | None, params: Structure, inputs: Structure, operands: Sequence[Arrays]
+) -> Structure:
+    """The structure of what the first layer gets."""
+    if function is None:
+        return inputs
+    structures = []
+
+    def run(param_arrays: Arrays, input_arrays: Arrays) -> Arrays:
+        arrays, structure = pack(function(params.unpack(param_arrays), inputs.unpack(input_arrays)))
+        structures.append(structure)
+        return arrays
+
+    _traced("first", run, *operands)
+    return structures[0]
+
+
+def result_problems(
+    functions: Functions, layer: Arrays, first: Arrays, last: Arrays, rows: Sequence[Arrays]
+) -> tuple[list[str], dict[str, Arrays]]:
+    """What the functions return that they should not, for a layer, and a microbatch of inputs and targets; and the
+    traced arrays that each closes over."""
+    inputs, targets = rows
+    message, closed = _traced("first", functions.first, first, inputs)
+    results = []
+
+    def run(params: Arrays, x: Arrays) -> Arrays:
+        arguments = functions.layers.unpack(params), functions.message.unpack(x)
+        arrays, structure = pack(functions.layer_function(*arguments))
+        results.append(structure)
+        return arrays
+
+    out, of_layer = _traced("layer", run, layer, message)
+    closed |= of_layer
+    if shapes_text(out) != shapes_text(message) or results[0].treedef != functions.message.treedef:
+        gets, returns = (shapes_text(arrays) for arrays in (message, out))
+        trees = functions.message.treedef, results[0].treedef
+        text = f"layer must return what it gets: it gets {gets} in {trees[0]}, and returns {returns} in {trees[1]}"
+        return [text], closed
+    if functions.last_function is None:
+        return [], closed
+    loss, of_last = _traced("last", functions.last, last, message, targets)
+    closed |= of_last
+    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+        return [f"last must return one float, the loss of a microbatch, got {shapes_text([loss])}"], closed
+    return [], closed
+
+
+def shapes_text(arrays: Sequence[Any]) -> str:
+    """Dtypes and shapes, for people."""
+    return ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)

@@ -1,0 +1,313 @@
+"""What a comparison of a report with a trace says, and how it prints."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Self, TypeAlias, final
+
+import attrs
+
+from shardrules.core.errors import ReportError, printable
+from shardrules.core.storage.records import read_json, reading, record
+from shardrules.core.views.table import aligned
+from shardrules.programs.costs.step_time import seconds_text
+
+FORMAT = 1
+"""The version of the JSON of a comparison."""
+
+_MAX_ROWS = 10
+"""How many rows each table prints: all of them fit a screen or two. The rest is in the comparison's attributes."""
+
+_SAME_PROGRAM = 0.9
+"""With a smaller share in instructions of the audited program, a trace may be of another one. Traces of the program
+itself have all of their time there on CPUs, and lose what libraries launch under other names on GPUs. At 0.8 programs
+of other shapes, which share most names, would not be suspected; at 1 every kernel of a library would be."""
+
+_ANOTHER_PROGRAM = (
+    "            another program than the audited one? "
+    "Audit with the mesh, the shapes, the target and the flags that it ran with"
+)
+
+UnmatchedKind: TypeAlias = Literal[
+    "idle",
+    "between steps",
+    "loops and calls",
+    "instruction",
+    "run left out",
+    "other program",
+    "kernel",
+    "host transfer",
+]
+"""What a trace may have that is no part of the modelled program."""
+
+
+@final
+@attrs.frozen
+class ComparedTime:
+    """The time of a line of code, a collective or a kernel in one step: modelled beside measured.
+
+    On each device it is the median over the steps; `measured_seconds` is the median over the devices.
+    """
+
+    name: str
+    """A line of code, or the name of an instruction."""
+    label: str
+    """What it is: the operation of a kernel; kind, axes and array of a collective; empty for a line."""
+    line: str
+    """The line of code behind it; empty if the compiler added it."""
+    count: int
+    """How often it runs in one step."""
+    modelled_seconds: float
+    measured_seconds: float
+    """Of a transfer that runs beside kernels the trace may know only its start and its end. It takes at most the time
+    between them, and at least the part of it in which no kernel runs: this is the nearest to what is modelled."""
+    slowest_seconds: float
+    """On the device where it takes longest."""
+    slowest_device: str
+    exposed_seconds: float = 0.0
+    """For how long a collective runs while no kernel does."""
+
+    @property
+    def difference(self) -> float:
+        """How many seconds more are measured than modelled."""
+        return self.measured_seconds - self.modelled_seconds
+
+
+@final
+@attrs.frozen
+class DeviceTime:
+    """The steps of one device: medians, in seconds."""
+
+    device: str
+    step_seconds: float
+    """From the first to the last event of the program."""
+    period_seconds: float
+    """From the start of a step to that of the next."""
+    kernel_seconds: float
+    """In which a kernel runs."""
+    collective_seconds: float
+    """In which a collective is in flight."""
+    exposed_seconds: float
+    """In which a collective is in flight and no kernel runs."""
+    idle_seconds: float
+    """Within a step, in which nothing runs."""
+
+
+@final
+@attrs.frozen
+class UnmatchedTime:
+    """Something in a trace that the model has no time for. The figures are of the device that has most of it."""
+
+    kind: UnmatchedKind
+    name: str
+    seconds: float
+    """In one step."""
+    count: float
+    """How often in one step."""
+    outside_seconds: float = 0.0
+    """In all of the trace before, after and between the compared steps."""
+
+
+@final
+@attrs.frozen
+class MissingPart:
+    """A part of the program that a trace has no event of."""
+
+    name: str
+    label: str
+    line: str
+    modelled_seconds: float
+    conditional: bool
+    """Whether it is in a branch, which need not be taken."""
+
+
+@final
+@attrs.frozen
+class TraceComparison:
+    """A report beside a profile of the machine, from `AuditReport.compare`. It prints as tables.
+
+    Rows are sorted by how far measured and modelled times are apart. `lines`, `collectives` and `kernels` have what is
+    both in the program and in the trace; `unmatched` has what only the trace has, `missing` what only the program has.
+
+    ```python
+    import tempfile
+
+    step, x = jax.jit(lambda x: x @ x.T), jnp.ones((256, 256))
+    report = sr.audit(step, x, mesh=sr.mesh_shape("data:1"))
+    step(x).block_until_ready()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(3):
+                step(x).block_until_ready()
+        comparison = report.compare(folder)
+    assert comparison.step_count == 2 and comparison.matched_share > 0.5
+    print(comparison)
+    ```
+    """
+
+    name: str
+    """The audited function, its target and its mesh."""
+    source: str
+    """Where the trace is from."""
+    program: str
+    """The name of the program in the trace, with its id."""
+    step_count: int
+    """How many steps are compared on each device, at least."""
+    left_out: int
+    """How many runs are not, at most: the first, which may have warmed up, and those that the trace cuts off."""
+    devices_left_out: int
+    """How many devices ran a program of this name that is another one, or had no whole run of it."""
+    modelled_seconds: float
+    """The modelled time of a step."""
+    devices: tuple[DeviceTime, ...]
+    lines: tuple[ComparedTime, ...] = attrs.field(repr=False)
+    collectives: tuple[ComparedTime, ...] = attrs.field(repr=False)
+    kernels: tuple[ComparedTime, ...] = attrs.field(repr=False)
+    unmatched: tuple[UnmatchedTime, ...] = attrs.field(repr=False)
+    missing: tuple[MissingPart, ...] = attrs.field(repr=False)
+    matched_share: float
+    """The share of the program's time on all devices in instructions that the audited program has, too."""
+
+    @property
+    def step_seconds(self) -> float:
+        """The measured time of a step: the median over the steps, on the slowest device."""
+        return max(device.step_seconds for device in self.devices)
+
+    @property
+    def spread(self) -> float:
+        """By what share of the slowest device's step that of the fastest is shorter."""
+        return 1 - min(device.step_seconds for device in self.devices) / self.step_seconds
+
+    def __str__(self) -> str:
+        slowest = max(self.devices, key=lambda device: device.step_seconds)
+        fastest = seconds_text(min(device.step_seconds for device in self.devices))
+        steps = f"{self.step_count} steps" if self.step_count > 1 else "1 step"
+        where = f"{len(self.devices)} devices" if len(self.devices) > 1 else "1 device"
+        left_out = f", {self.left_out} left out" if self.left_out else ", which may have warmed up"
+        if self.devices_left_out:
+            where += f" ({self.devices_left_out} left out: they have no whole run of it, or another program)"
+        device = f"{slowest.device}, the fastest {fastest}" if len(self.devices) > 1 else slowest.device
+        measured = f"{seconds_text(self.step_seconds)} a step ({device}): {_device_text(slowest)}"
+        share = self.modelled_seconds / self.step_seconds
+        suspicion = [_ANOTHER_PROGRAM] if self.matched_share < _SAME_PROGRAM else []
+        head = [
+            self.name,
+            f"trace {self.source}",
+            f"program {self.program}: {steps} on {where}{left_out}",
+            "",
+            f"  measured  {measured}",
+            f"  modelled  {seconds_text(self.modelled_seconds)}: {share:.2f} of the measured",
+            f"  matched   {self.matched_share:.1%} of the program's time on the devices, by the names of instructions",
+            *suspicion,
+        ]
+        sections = [
+            [*map(printable, head)],
+            _times_table("line", self.lines, _line_cells),
+            _times_table("collective", self.collectives, _collective_cells, ("exposed", "instruction", "line")),
+            _times_table("kernel", self.kernels, _kernel_cells, ("operation", "line")),
+            _unmatched_table(self.unmatched),
+            _missing_table(self.missing),
+        ]
+        return "\n\n".join("\n".join(section) for section in sections if section)
+
+    def to_json(self) -> str:
+        """Returns the comparison as JSON that `from_json` reads."""
+        # Other programs may want the measured step; `from_json` computes it again.
+        totals = {"step_seconds": self.step_seconds, "spread": self.spread}
+        return json.dumps({"shardrules_comparison": FORMAT, "totals": totals, **attrs.asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Returns the comparison that `to_json` wrote. Any other text is a `ReportError`."""
+        with reading(ReportError, "a comparison with a trace"):
+            data: dict[str, Any] = read_json(text)
+            if data["shardrules_comparison"] != FORMAT:
+                version = data["shardrules_comparison"]
+                raise ReportError(f"this comparison has format {version!r}, this version reads {FORMAT}")
+            fields = {name: value for name, value in data.items() if name not in ("shardrules_comparison", "totals")}
+            return record(cls, fields, "comparison")
+
+
+def _device_text(device: DeviceTime) -> str:
+    return (
+        f"kernels {seconds_text(device.kernel_seconds)}, collectives {seconds_text(device.collective_seconds)} "
+        f"({seconds_text(device.exposed_seconds)} of it exposed), idle {seconds_text(device.idle_seconds)}"
+    )
+
+
+def _times_table(
+    title: str,
+    times: Sequence[ComparedTime],
+    cells: Callable[[ComparedTime], tuple[str, ...]],
+    columns: tuple[str, ...] = (),
+) -> list[str]:
+    if not times:
+        return []
+    rows = [
+        (
+            seconds_text(time.modelled_seconds),
+            seconds_text(time.measured_seconds),
+            f"{'+' * (time.difference > 0)}{seconds_text(time.difference)}",
+            seconds_text(time.slowest_seconds),
+            f"{time.count:,}",
+            *cells(time),
+        )
+        for time in times[:_MAX_ROWS]
+    ]
+    heading = ("modelled", "measured", "difference", "slowest", "runs", title, *columns)
+    table = aligned([heading, *rows], (0, 1, 2, 3, 4))
+    rest = times[_MAX_ROWS:]
+    if rest:
+        modelled, measured = sum(time.modelled_seconds for time in rest), sum(time.measured_seconds for time in rest)
+        table.append(f"and {len(rest)} more: {seconds_text(modelled)} modelled, {seconds_text(measured)} measured")
+    return table
+
+
+def _line_cells(time: ComparedTime) -> tuple[str, ...]:
+    return (time.name or "none",)
+
+
+def _collective_cells(time: ComparedTime) -> tuple[str, ...]:
+    return time.label, seconds_text(time.exposed_seconds), time.name, time.line
+
+
+def _kernel_cells(time: ComparedTime) -> tuple[str, ...]:
+    return time.name, time.label, time.line
+
+
+def _unmatched_table(unmatched: Sequence[UnmatchedTime]) -> list[str]:
+    if not unmatched:
+        return []
+    rows = [
+        (
+            seconds_text(time.seconds),
+            seconds_text(time.outside_seconds) if time.outside_seconds else "",
+            f"{time.count:,.3g}",
+            time.kind,
+            time.name,
+        )
+        for time in unmatched[:_MAX_ROWS]
+    ]
+    table = aligned([("in a step", "outside", "runs", "in the trace only", ""), *rows], (0, 1, 2))
+    rest = unmatched[_MAX_ROWS:]
+    if rest:
+        table.append(f"and {len(rest)} more: {seconds_text(sum(time.seconds for time in rest))} in a step")
+    return table
+
+
+def _missing_table(missing: Sequence[MissingPart]) -> list[str]:
+    if not missing:
+        return []
+    rows = [
+        (
+            seconds_text(part.modelled_seconds),
+            part.name,
+            part.label,
+            f"{part.line}{' (in a branch)' * part.conditional}",
+        )
+        for part in missing[:_MAX_ROWS]
+    ]
+    table = aligned([("modelled", "in the program only", "", "line"), *rows], (0,))
+    rest = missing[_MAX_ROWS:]
+    if rest:
+        table.append(f"and {len(rest)} more: {seconds_text(sum(part.modelled_seconds for part in rest))} modelled")
+    return table

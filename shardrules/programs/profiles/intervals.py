@@ -1,0 +1,50 @@
+"""Unions of intervals of time."""
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+Intervals: TypeAlias = list[tuple[float, float]]
+"""Intervals in the order of time, none of which meets another."""
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
+    """Returns the union of intervals.
+
+    ```python
+    from shardrules.programs.profiles.intervals import union
+
+    assert union([(3.0, 5.0), (0.0, 1.0), (4.0, 6.0)]) == [(0.0, 1.0), (3.0, 6.0)]
+    ```
+    """
+    merged: Intervals = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Intervals) -> float:
+    """Returns how long intervals are together."""
+    return sum(end - start for start, end in intervals)
+
+
+def outside(intervals: Intervals, others: Intervals) -> float:
+    """Returns for how long none of `others` covers the intervals.
+
+    ```python
+    from shardrules.programs.profiles.intervals import outside
+
+    assert outside([(0.0, 4.0)], [(1.0, 2.0), (3.0, 9.0)]) == 2
+    ```
+    """
+    covered, index = 0.0, 0
+    for start, end in intervals:
+        while index < len(others) and others[index][1] <= start:
+            index += 1
+        position = index
+        while position < len(others) and others[position][0] < end:
+            covered += min(end, others[position][1]) - max(start, others[position][0])
+            position += 1
+    return length(intervals) - covered

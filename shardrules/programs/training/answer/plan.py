@@ -1,0 +1,168 @@
+"""The plan that `plan_training` finds, with which training runs."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, final
+
+import attrs
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from shardrules.core.axes import AnyMesh
+from shardrules.core.callables import update_wrapper
+from shardrules.core.errors import ConfigError
+from shardrules.core.rule import ShardingPlan, SpecTreeShardingRule
+from shardrules.core.tree import array_kind
+from shardrules.placement.init import filter_init
+from shardrules.programs.autoplan.answer.diff import AutoPlanDiff
+from shardrules.programs.autoplan.answer.frontier import Frontier
+from shardrules.programs.autoplan.answer.plan import AutoPlan
+from shardrules.programs.autoplan.run.replay import PlannedFunction, concrete_mesh
+from shardrules.programs.costs.step_time import StepTime
+from shardrules.programs.pipelines.schedule import PipelineSchedule
+from shardrules.programs.training.answer.prove import Proofs, ProvedPlan, plans_to_prove
+from shardrules.programs.training.answer.report import TrainingCandidate, TrainingPlanReport
+from shardrules.programs.training.search.problem import Outcome, TrainingProblem
+from shardrules.programs.training.step import Recipe, TrainingStep
+
+
+@final
+@attrs.frozen(eq=False)
+class TrainingPlan:
+    """A mesh, layouts, and how a training step computes its gradients. `plan_training` makes them.
+
+    It prints as a note, with what else was planned and why it lost.
+
+    ```python
+    import optax
+
+    loss = lambda w, x: jnp.mean((x @ w) ** 2)
+    plan = sr.plan_training(loss, jnp.ones((8, 8)), optax.adam(1e-3), jnp.ones((64, 8)), cluster=jax.devices())
+    model, state = plan.init(lambda: jnp.ones((8, 8)))()
+    model, state, loss_value, _ = plan.step(model, state, jnp.ones((64, 8)))
+    assert loss_value == 64 and plan.report.examples == 64
+    ```
+    """
+
+    _training_step: TrainingStep = attrs.field(repr=False)
+    planned: AutoPlan = attrs.field(repr=False)
+    """The layouts of everything in the step."""
+    report: TrainingPlanReport = attrs.field(repr=False)
+    """All figures, as a record."""
+    _problem: TrainingProblem = attrs.field(repr=False)
+    """What was planned."""
+    _outcomes: tuple[Outcome, ...] = attrs.field(repr=False)
+    """The plans that fit by the model, this one first, then the others by their time."""
+    compiled: tuple[ProvedPlan, ...] = ()
+    """What was compiled with `prove`, the best first: this plan, unless the compiler failed at it, and others."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the gradient is computed."""
+        return self._training_step.recipe
+
+    @property
+    def mesh(self) -> AnyMesh:
+        """The mesh; without devices if the cluster was a target."""
+        return self.planned.mesh
+
+    @property
+    def step_time(self) -> StepTime:
+        """The modelled time of a step, in its parts."""
+        return self.planned.step_time
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that a device uses, as modelled."""
+        return self.report.peak_bytes
+
+    @property
+    def candidates(self) -> tuple[TrainingCandidate, ...]:
+        """Everything that was planned, the best first, with the reason each lost."""
+        return self.report.candidates
+
+    @property
+    def schedule(self) -> PipelineSchedule | None:
+        """Which stage computes the layers of which microbatch when; `None` without stages."""
+        return self.report.schedule
+
+    @property
+    def frontier(self) -> Frontier:
+        """What memory is worth, by all that was planned."""
+        return self.report.as_frontier()
+
+    @functools.cached_property
+    def plan(self) -> ShardingPlan:
+        """The plan of model, state and batch."""
+        return self.planned.plan
+
+    @functools.cached_property
+    def step(self) -> PlannedFunction:
+        """The step, compiled as planned: from (model, state, batch) to (model, state, loss, aux).
+
+        Model and state are donated.
+        """
+        return self.planned.jit(self._training_step, donate_argnums=(0, 1))
+
+    def as_rule(self) -> SpecTreeShardingRule:
+        """Returns a rule for (model, state) that decides as the plan does, for checkpoints and others.
+
+        Rules say nothing about memory: where the plan has arrays of the state on hosts, `shardings` does.
+        """
+        # What is no array, such as a name, is in the tree as it is.
+        specs = jax.tree.map(lambda spec: spec if isinstance(spec, PartitionSpec) else None, self.plan.specs[:2])
+        return SpecTreeShardingRule(specs)
+
+    def shardings(self, mesh: Mesh | None = None) -> Any:
+        """Returns the sharding of each array of (model, state), with its memory: what loads of checkpoints take.
+
+        `mesh` is needed if that of the plan has no devices.
+        """
+        function = self.step
+        leaves, treedef = jax.tree.flatten(self.planned.args[:2])
+        shardings = iter(function.argument_shardings(concrete_mesh(self.mesh if mesh is None else mesh)))
+        return treedef.unflatten([None if array_kind(leaf) is None else next(shardings) for leaf in leaves])
+
+    def init(self, make: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+        """Returns a function that makes the model and the optimizer's state, placed from the start.
+
+        It takes the arguments of `make`, which returns the model.
+        """
+
+        def model_and_state(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            model = make(*args, **kwargs)
+            return model, self._training_step.init_state(model)
+
+        how = self.as_rule() if not self.recipe.host_state else lambda tree: self.shardings()
+        return filter_init(update_wrapper(model_and_state, make), how, self.mesh)
+
+    def prove(self, count: int = 3) -> tuple[ProvedPlan, ...]:
+        """Compiles the best plans for the cluster, and returns what the compiler makes of each, the best first.
+
+        Of plans that are nearly as fast by the model, those are compiled that differ most. First come those that fit by
+        the compiler, by the modelled time of the compiled program. Nothing is run. Plans that the compiler fails at are
+        left out; if it fails at all of them, that error is raised.
+        """
+        if type(count) is not int or count < 1:
+            raise ConfigError(f"count must be how many plans to compile, got {count!r}")
+        proofs = Proofs(self._problem)
+        for outcome in plans_to_prove(self._outcomes, count):
+            proofs.add(outcome)
+        if not proofs.proved:
+            raise next(iter(proofs.errors.values()))
+        return proofs.ranked
+
+    def to_json(self) -> str:
+        """Returns the report as JSON, which `TrainingPlanReport.from_json` reads."""
+        return self.report.to_json()
+
+    def diff(self, other: "TrainingPlan") -> AutoPlanDiff:
+        """Returns what differs in another plan of the same loss, from this one to the other."""
+        return attrs.evolve(
+            self.planned.diff(other.planned),
+            peak_bytes=(self.peak_bytes, other.peak_bytes),
+            recipe=(str(self.recipe), str(other.recipe)),
+        )
+
+    def __str__(self) -> str:
+        return str(self.report)

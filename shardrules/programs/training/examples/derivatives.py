@@ -1,0 +1,89 @@
+"""Functions with derivatives of their own: these are programs, too, and may use several examples at once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal
+
+from shardrules.programs.compiling.model_flops import without_dead_code
+from shardrules.programs.training.examples.facts import Fact
+from shardrules.programs.training.examples.run import evaluated
+from shardrules.programs.training.keep.flat import flattened
+from shardrules.programs.training.keep.rules import has_rule
+
+
+def pulled_back(equation: Any, *, with_results: bool = False) -> ClosedJaxpr:
+    """Returns the program from the operands of an equation and cotangents of its results to those of its operands.
+
+    Only floating-point arrays have cotangents, and of those not what a rule closes over. `with_results`, the results
+    that have some are returned first, as the rule of a derivative computes them.
+    """
+    operands = [var for var in equation.invars if not isinstance(var, Literal)]
+    moved = _moved(equation)
+    results = [var for var in equation.outvars if _has_cotangent(var)]
+
+    def run(values: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        def function(*inputs: Any) -> list[Any]:
+            merged = list(values)
+            for index, value in zip(moved, inputs, strict=True):
+                merged[index] = value
+            remaining = iter(merged)
+            arguments = [var.val if isinstance(var, Literal) else next(remaining) for var in equation.invars]
+            outputs = zip(equation.outvars, evaluated(equation, arguments), strict=True)
+            return [value for var, value in outputs if _has_cotangent(var)]
+
+        computed, pull_back = jax.vjp(function, *(values[index] for index in moved))
+        moved_back = pull_back(list(cotangents))
+        return (computed, moved_back) if with_results else moved_back
+
+    program = flattened(jax.make_jaxpr(run)([_struct(var) for var in operands], [_struct(var) for var in results]))
+    return ClosedJaxpr(without_dead_code(program), program.consts)
+
+
+def cotangent_facts(equation: Any, operands: Sequence[Fact], results: Sequence[Fact]) -> list[Fact]:
+    """The facts of the inputs of `pulled_back`."""
+    cotangents = [
+        # A sum goes back to each example as it is.
+        attrs.evolve(fact, form="shared", dim=None, is_whole=True) if fact.form == "sum" else fact
+        for var, fact in zip(equation.outvars, results, strict=True)
+        if _has_cotangent(var)
+    ]
+    return [
+        *(fact for var, fact in zip(equation.invars, operands, strict=True) if not isinstance(var, Literal)),
+        *(attrs.evolve(fact, is_trained=True, is_zero=False, index_columns=()) for fact in cotangents),
+    ]
+
+
+def wrong_cotangent(equation: Any, operands: Sequence[Fact], outputs: Sequence[Fact]) -> str:
+    """Why what a derivative returns is not of single examples, or a sum over them; empty where all of it is."""
+    facts = [fact for var, fact in zip(equation.invars, operands, strict=True) if not isinstance(var, Literal)]
+    for fact, cotangent in zip((facts[index] for index in _moved(equation)), outputs, strict=True):
+        if cotangent.form == "refused":
+            return cotangent.reason
+        is_zero = cotangent.form == "shared" and cotangent.is_zero
+        expected = "examples" if fact.form == "examples" else "sum"
+        if not is_zero and (cotangent.form != expected or (expected == "examples" and cotangent.dim != fact.dim)):
+            return "it is not computed for each example"
+    return ""
+
+
+def _moved(equation: Any) -> list[int]:
+    """Which operands have cotangents, by index among those that are no constants."""
+    closed_over = equation.params["num_consts"] if has_rule(equation) else 0
+    variables = [position for position, var in enumerate(equation.invars) if not isinstance(var, Literal)]
+    return [
+        index
+        for index, position in enumerate(variables)
+        if position >= closed_over and _has_cotangent(equation.invars[position])
+    ]
+
+
+def _has_cotangent(var: Any) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
+
+
+def _struct(var: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)

@@ -1,0 +1,329 @@
+"""The program of one part of the batch, from the facts of the whole.
+
+Most equations run as the trace of a part has them. Constants are those of the whole program, so that a mean divides by
+all examples. What the batch shares is computed as in the whole program, and sliced where examples use it: the dropout
+masks of a part are those that the whole batch would have there.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, final
+
+import attrs
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.extend.core import Literal as Constant
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardrules.core.errors import MicrobatchError
+from shardrules.core.jax_state import lines_of
+from shardrules.programs.autoplan.traced.calls import InlinedCall
+from shardrules.programs.jaxprs.walk import CHECKPOINTS, programs_in, scan_counts
+from shardrules.programs.training.examples.facts import Fact, name_of_step
+from shardrules.programs.training.examples.pairs import Counts, part_params
+from shardrules.programs.training.examples.proof import BodyFacts, can_be_whole
+from shardrules.programs.training.examples.rules import own_columns
+from shardrules.programs.training.examples.run import evaluated
+
+Variant: TypeAlias = Literal["whole", "part"]
+"""An array of the whole batch, or that of a part: its examples, or its part of a sum."""
+
+Demand: TypeAlias = tuple[Var, Variant]
+
+
+@final
+@attrs.frozen
+class Position:
+    """Which part of the batch: a microbatch of one group of examples, or of all groups where `group` is `None`.
+
+    The batch is groups, of microbatches, of examples.
+    """
+
+    group: Any
+    microbatch: Any
+    group_count: int
+    microbatch_count: int
+
+    def slice(self, value: Any, dim: int, is_trained: bool) -> Any:
+        """Returns the part of an array that has the examples of the whole batch along a dim."""
+        if is_trained:
+            return self._runs(value, dim, self.group, self.microbatch)
+        by_group = self.group is not None
+        # One equation whatever the groups are, so that those after it have the same positions.
+        run = custom_vmap(
+            lambda array, group, microbatch: self._runs(array, dim, group if by_group else None, microbatch)
+        )
+
+        @run.def_vmap
+        def _(axis_size: int, in_batched: Sequence[bool], array: Any, group: Any, microbatch: Any) -> tuple[Any, bool]:
+            del axis_size
+            if by_group and list(in_batched) == [False, True, False]:
+                # All groups at once: these are the array itself, and nothing is moved.
+                return jnp.moveaxis(self._groups(array, dim, microbatch), dim, 0), True
+            axes = [0 if batched else None for batched in in_batched]
+            sliced = jax.vmap(lambda *each: self._runs(each[0], dim, each[1] if by_group else None, each[2]), axes)
+            return sliced(array, group, microbatch), True
+
+        return run(lax.stop_gradient(value), self.group if by_group else jnp.int32(0), self.microbatch)
+
+    def _groups(self, value: Any, dim: int, microbatch: Any) -> Any:
+        """Returns a microbatch of all groups, with a dim for the groups."""
+        size = value.shape[dim] // (self.group_count * self.microbatch_count)
+        shape = (*value.shape[:dim], self.group_count, self.microbatch_count, size, *value.shape[dim + 1 :])
+        return lax.dynamic_index_in_dim(lax.reshape(value, shape), microbatch, dim + 1, keepdims=False)
+
+    def _runs(self, value: Any, dim: int, group: Any, microbatch: Any) -> Any:
+        groups = self._groups(value, dim, microbatch)
+        if group is not None:
+            return lax.dynamic_index_in_dim(groups, group, dim, keepdims=False)
+        return groups.reshape(*value.shape[:dim], -1, *value.shape[dim + 1 :])
+
+    def inside(self, indices: Any, size: int) -> Any:
+        """Returns indices of examples in the part, from those in the batch; each run of examples has this size."""
+        run, first = (jnp.asarray(length, indices.dtype) for length in (size * self.microbatch_count, size))
+        # A group has one run of examples; a microbatch of all groups has one of each.
+        step = jnp.asarray(size if self.group is None else 0, indices.dtype)
+        return lax.div(indices, run) * step + lax.rem(indices, first)
+
+
+@final
+@attrs.frozen(eq=False)
+class Replay:
+    """Runs bodies for one part of the batch."""
+
+    counts: Counts
+    position: Position
+    closed_calls: Mapping[int, Any] = attrs.field(factory=dict)
+    """For the ids of equations that call functions with derivatives of their own, the same traced for the part."""
+    group_axes: dict[tuple[str, ...], bool] = attrs.field(factory=dict)
+    """The axes over which the user splits examples, by constraints, and whether the groups divide by their sizes."""
+
+    def body(self, body: BodyFacts, inputs: Sequence[Any], requested: Sequence[Fact]) -> list[Any]:
+        """Runs a body: inputs are parts or shared, and results come in the forms that are `requested`."""
+        values: dict[Demand, Any] = {}
+        for var, fact, value in zip(body.pair.whole.invars, body.inputs, inputs, strict=True):
+            values[var, _variant(fact)] = value
+        outputs: list[tuple[Any, Variant]] = [
+            (var, _variant(fact, body.fact(var))) for var, fact in zip(body.pair.whole.outvars, requested, strict=True)
+        ]
+        return self.run(body, values, outputs)
+
+    def run(self, body: BodyFacts, values: dict[Demand, Any], outputs: Sequence[tuple[Any, Variant]]) -> list[Any]:
+        """Runs what the outputs need. `values` are those of the inputs, and of what was computed before."""
+        for var, value in zip(body.pair.whole.constvars, body.pair.whole_consts, strict=True):
+            values.setdefault((var, "whole"), value)
+        demands = demands_of(body, outputs, values)
+        for index, equation in enumerate(body.pair.whole.eqns):
+            variants = demands.equations[index]
+            if "whole" in variants:
+                operands = [self.value(body, var, "whole", values) for var in equation.invars]
+                for var, value in zip(equation.outvars, evaluated(equation, operands), strict=True):
+                    values[var, "whole"] = value
+            if "part" in variants:
+                results = self.part(body, index, values)
+                for var, value in zip(equation.outvars, results, strict=True):
+                    values[var, _variant(body.facts[var])] = value
+        return [self.value(body, var, variant, values) for var, variant in outputs]
+
+    def value(self, body: BodyFacts, var: Any, variant: Variant, values: dict[Demand, Any]) -> Any:
+        """Returns an array, sliced first if only the whole was computed."""
+        if isinstance(var, Constant):
+            aval: Any = var.aval
+            return jnp.asarray(var.val, aval.dtype)
+        if (var, variant) not in values and variant == "part":
+            fact, whole = body.facts[var], values[var, "whole"]
+            assert isinstance(fact.dim, int), "what is sliced has its examples along a dim"
+            values[var, variant] = self.position.slice(whole, fact.dim, fact.is_trained)
+        return values[var, variant]
+
+    def part(self, body: BodyFacts, index: int, values: dict[Demand, Any]) -> Sequence[Any]:
+        """Runs an equation for the part."""
+        equation, other = body.pair.whole.eqns[index], body.pair.trace.eqns[index]
+        facts = [body.fact(var) for var in equation.invars]
+        operands = [
+            self.value(body, var, _variant(fact), values) for var, fact in zip(equation.invars, facts, strict=True)
+        ]
+        nested = body.nested.get(index)
+        name, is_scaled = equation.primitive.name, self.counts.trace != self.counts.part
+        if nested is not None:
+            run = {"scan": self.scan, "while": self.loop, "cond": self.branches}.get(name, self.checkpoint)
+            with lines_of(equation):
+                return run(equation, other, nested, operands)
+        if is_scaled and InlinedCall.of(equation) is not None:
+            return evaluated(self.closed_calls[id(equation)], operands)
+        columns = own_columns(equation, facts, self.counts)
+        if columns:
+            # Indices count the examples of the whole batch: here those of the part.
+            indices, is_index = operands[1], jnp.isin(jnp.arange(operands[1].shape[-1]), jnp.array(columns))
+            size = facts[1].index_size // (self.position.group_count * self.position.microbatch_count)
+            operands[1] = jnp.where(is_index, self.position.inside(indices, size), indices)
+        # Constants of the whole program, in the equation of the part.
+        constants = [
+            var if isinstance(var, Constant) else partner
+            for var, partner in zip(equation.invars, other.invars, strict=True)
+        ]
+        params = part_params(equation, other, self.counts)
+        if name == "sharding_constraint" and self.position.group is not None and isinstance(facts[0].dim, int):
+            params = {**params, "sharding": self.constraint(params["sharding"], facts[0].dim)}
+        return evaluated(other.replace(invars=constants, params=params), operands)
+
+    def constraint(self, sharding: Any, dim: int) -> Any:
+        """Returns a constraint on the examples of one group: the axes of their dim split the groups."""
+        entries = [*sharding.spec, *(None,) * (dim + 1 - len(sharding.spec))]
+        axes, entries[dim] = entries[dim], None
+        axes = (axes,) if isinstance(axes, str) else axes
+        if axes and axes is not PartitionSpec.UNCONSTRAINED:
+            size = math.prod(sharding.mesh.shape[axis] for axis in axes)
+            self.group_axes[tuple(axes)] = self.position.group_count % size == 0
+        return NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
+
+    def checkpoint(
+        self, equation: Any, other: Any, nested: tuple[BodyFacts, ...], operands: Sequence[Any]
+    ) -> Sequence[Any]:
+        del other
+        params, (body,) = equation.params, nested
+
+        def run(*inputs: Any) -> list[Any]:
+            return self.body(body, inputs, body.outputs)
+
+        return jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])(*operands)
+
+    def scan(self, equation: Any, other: Any, nested: tuple[BodyFacts, ...], operands: Sequence[Any]) -> Sequence[Any]:
+        params, (body,) = equation.params, nested
+        const_count, carry_count = scan_counts(params)
+        first_slice = const_count + carry_count
+        carry_facts = body.inputs[const_count:first_slice]
+
+        def run(carry: Sequence[Any], pieces: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            requested = [*carry_facts, *body.outputs[carry_count:]]
+            results = self.body(body, [*operands[:const_count], *carry, *pieces], requested)
+            return _like(carry, results[:carry_count]), results[carry_count:]
+
+        length = part_params(equation, other, self.counts)["length"]
+        carry, stacked = lax.scan(
+            run,
+            list(operands[const_count:first_slice]),
+            list(operands[first_slice:]),
+            length,
+            params["reverse"],
+            params["unroll"],
+        )
+        return [*carry, *stacked]
+
+    def loop(self, equation: Any, other: Any, nested: tuple[BodyFacts, ...], operands: Sequence[Any]) -> Sequence[Any]:
+        del other
+        params, (body, test) = equation.params, nested
+        cond_count, first_carry = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        carry_facts = body.inputs[len(body.inputs) - (len(operands) - first_carry) :]
+
+        def run(carry: Sequence[Any]) -> list[Any]:
+            return _like(carry, self.body(body, [*operands[cond_count:first_carry], *carry], carry_facts))
+
+        def goes_on(carry: Sequence[Any]) -> Any:
+            return self.body(test, [*operands[:cond_count], *carry], test.outputs)[0]
+
+        return lax.while_loop(goes_on, run, list(operands[first_carry:]))
+
+    def branches(
+        self, equation: Any, other: Any, nested: tuple[BodyFacts, ...], operands: Sequence[Any]
+    ) -> Sequence[Any]:
+        del equation, other
+
+        def branch(body: BodyFacts) -> Callable[..., list[Any]]:
+            return lambda *inputs: self.body(body, inputs, body.outputs)
+
+        return lax.switch(operands[0], [branch(body) for body in nested], *operands[1:])
+
+
+@final
+@attrs.frozen(eq=False)
+class Demands:
+    """What a run has to compute."""
+
+    equations: tuple[frozenset[Variant], ...]
+    """For each equation, in which variants it runs."""
+    inputs: tuple[Demand, ...]
+    """What no equation computes: inputs of the body, and what is computed before the parts."""
+
+
+def demands_of(body: BodyFacts, outputs: Sequence[tuple[Any, Variant]], before: Collection[Demand]) -> Demands:
+    """Finds what has to run for some outputs. What is in `before` is at hand."""
+    demands: dict[Demand, None] = {}
+
+    def demand(var: Any, variant: Variant) -> None:
+        if not isinstance(var, Constant):
+            demands[var, variant] = None
+            # What the part does not compute by itself is sliced.
+            is_slice = variant == "part" and body.facts[var].form == "examples" and not body.facts[var].is_own
+            if is_slice and (var, variant) not in before:
+                demands[var, "whole"] = None
+
+    for var, variant in outputs:
+        demand(var, variant)
+    runs: list[frozenset[Variant]] = []
+    for equation in reversed(body.pair.whole.eqns):
+        facts = [body.fact(var) for var in equation.invars]
+        variants: dict[Variant, None] = {}
+        for var in equation.outvars:
+            fact = body.facts[var]
+            if (var, "whole") in demands and (var, "whole") not in before:
+                variants["whole" if can_be_whole(facts) else "part"] = None
+            is_own = fact.is_own or fact.form == "sum"
+            if (var, "part") in demands and (var, "part") not in before and is_own:
+                variants["part"] = None
+        for variant in variants:
+            for var, fact in zip(equation.invars, facts, strict=True):
+                demand(var, "whole" if variant == "whole" else _variant(fact))
+        runs.append(frozenset(variants))
+    computed = {var for equation in body.pair.whole.eqns for var in equation.outvars}
+    inputs = tuple(key for key in demands if key in before or key[0] not in computed)
+    return Demands(tuple(reversed(runs)), inputs)
+
+
+def matched_calls(whole: ClosedJaxpr, part: ClosedJaxpr, counts: Counts) -> dict[int, Any]:
+    """Finds, for the ids of the equations of the whole that have derivatives of their own, those of the part."""
+    calls, others = list(_closed_calls(whole)), list(_closed_calls(part))
+    matches = {}
+    for equation, other in zip(calls, others, strict=False):
+        sizes = [
+            (counts.part_size(size, other_size) == other_size) or size == other_size
+            for var, partner in zip(equation.invars, other.invars, strict=False)
+            for size, other_size in zip(var.aval.shape, partner.aval.shape, strict=False)
+        ]
+        if equation.primitive is other.primitive and len(equation.invars) == len(other.invars) and all(sizes):
+            matches[id(equation)] = other
+    if not len(matches) == len(calls) == len(others):
+        first = next(call for call in (*calls, *others) if id(call) not in matches)
+        raise MicrobatchError(
+            f"the program for {counts.part} examples has other functions with derivatives of their own than that for "
+            f"{counts.whole}, such as {name_of_step(first)}"
+        )
+    return matches
+
+
+def _closed_calls(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
+    jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("scan", "while", "cond", *CHECKPOINTS):
+            for inner in programs_in(equation):
+                yield from _closed_calls(inner)
+        elif InlinedCall.of(equation) is not None:
+            yield equation
+
+
+def _variant(fact: Fact, actual: Fact | None = None) -> Variant:
+    """In which variant an array goes on: what is shared, or a zero that sums start from, is that of the whole."""
+    if fact.form == "sum" and actual is not None and actual.form == "shared":
+        return "whole"
+    return "part" if fact.form in ("examples", "sum") else "whole"
+
+
+def _like(carry: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """Returns results with the dtypes of what went in: constants in programs have no weak types."""
+    return [
+        result if value.dtype == result.dtype else lax.convert_element_type(result, value.dtype)
+        for value, result in zip(carry, results, strict=True)
+    ]

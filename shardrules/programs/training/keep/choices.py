@@ -1,0 +1,251 @@
+"""What the backward pass of a function may keep: choices from everything to only the inputs of its layers."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias, final
+
+import attrs
+from jax.extend.core import ClosedJaxpr
+
+from shardrules.programs.compiling.model_flops import model_flops
+from shardrules.programs.machine.hardware import Hardware
+from shardrules.programs.training.host_state import LEAST_HOST_BYTES
+from shardrules.programs.training.keep.cut import KeptValues, cheapest
+from shardrules.programs.training.keep.flat import flattened
+from shardrules.programs.training.keep.keep import Keep, KeptUnit
+from shardrules.programs.training.keep.needs import NeedsReader
+from shardrules.programs.training.keep.problem import UnitProblem, unit_problem
+from shardrules.programs.training.keep.subsets import subset_choices
+from shardrules.programs.training.keep.units import find_units
+from shardrules.programs.training.keep.words import host_bytes, keep_words, repeated_flops
+
+_SOLVES = 40
+"""How often the cuts of all units are computed: each takes a few milliseconds. With half as many, some choices between
+two far apart are missing; with twice as many, no more choices are found for the models of the benchmark."""
+
+_ALMOST = 1e-6
+"""Choices that differ by this part are the same: capacities of cuts are rounded."""
+
+
+def keep_choices(
+    program: ClosedJaxpr,
+    hardware: Hardware,
+    *,
+    trainable_count: int | None = None,
+    offload: bool = True,
+    device_count: int = 1,
+    replace_checkpoints: bool = False,
+    count: int = 10,
+) -> tuple[Keep, ...]:
+    """Returns what the backward pass of a program may keep, the most first, each of the others with less memory.
+
+    The first keeps everything, as the program is written. The first `trainable_count` inputs have gradients.
+    `offload`: whether arrays may be kept in the memory of the host, those that are not small once they are split over
+    `device_count` devices. `replace_checkpoints`: whether the program's own
+    `jax.checkpoint` are taken away; otherwise each is a single step. At most `count` are returned that keep all on the
+    device, and half as many others.
+    """
+    flat = flattened(program, replace_checkpoints)
+    reader = NeedsReader()
+    is_offered = offload and not hardware.is_cpu  # the memory of CPU devices is that of the host
+    least_host_bytes = LEAST_HOST_BYTES * device_count if is_offered else math.inf
+    units = [unit for unit in find_units(flat, trainable_count) if not unit.body.effects]
+    problems = [unit_problem(unit, reader, hardware, least_host_bytes) for unit in units]
+    written = _Choice.of(problems, [((each.as_written, each.repeats),) for each in problems])
+    flops = model_flops(flat)
+    choices = _thinned(_front(problems, written), count)
+    return tuple(_keep(problems, choice, replace_checkpoints, flops) for choice in choices)
+
+
+_UnitChoice: TypeAlias = tuple[tuple[KeptValues, int], ...]
+"""What is kept of the segments of a unit, and of how many that follow each other; the last of a unit come last."""
+
+
+@final
+@attrs.frozen(eq=False)
+class _Choice:
+    """What is kept of each unit."""
+
+    units: tuple[_UnitChoice, ...]
+    nbytes: int
+    seconds: float
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it keeps anything in the memory of the host."""
+        return any(kept.offloaded for unit in self.units for kept, _ in unit)
+
+    @classmethod
+    def of(cls, problems: Sequence[UnitProblem], units: Sequence[_UnitChoice]) -> "_Choice":
+        parts = [
+            (kept, count / problem.repeats)
+            for problem, unit in zip(problems, units, strict=True)
+            for kept, count in unit
+        ]
+        nbytes = round(sum(kept.nbytes * part for kept, part in parts))
+        return cls(tuple(units), nbytes, math.fsum(kept.seconds * part for kept, part in parts))
+
+
+def _solved(problems: Sequence[UnitProblem], price: float) -> _Choice:
+    """The best choice at a price of a byte, in seconds."""
+    return _Choice.of(problems, [((_cheapest(problem, price), problem.repeats),) for problem in problems])
+
+
+def _cheapest(problem: UnitProblem, price: float) -> KeptValues:
+    chosen, written = cheapest(problem.problem, price), problem.as_written
+    return chosen if chosen.seconds + price * chosen.nbytes < written.seconds + price * written.nbytes else written
+
+
+def _front(problems: Sequence[UnitProblem], written: _Choice) -> list[_Choice]:
+    """What is written, then choices that keep less and less: the best at some price, and what lies between two."""
+    front, hull = [written], _hull(problems)
+    subsets = [
+        _subsets(problem, [choice.units[index][0][0] for choice in hull]) for index, problem in enumerate(problems)
+    ]
+    for choice in hull:
+        if choice.nbytes < front[-1].nbytes * (1 - _ALMOST):
+            front += _between(problems, subsets, front[-1], choice)
+            front.append(choice)
+    return front
+
+
+def _subsets(problem: UnitProblem, choices: Sequence[KeptValues]) -> list[KeptValues]:
+    """What a loop may keep beside some choices; nothing for runs of segments, which may keep different arrays."""
+    on_device = [kept for kept in choices if kept is not problem.as_written and not kept.offloaded]
+    return subset_choices(problem.problem, on_device) if problem.unit.is_loop and on_device else []
+
+
+def _between(
+    problems: Sequence[UnitProblem], subsets: Sequence[Sequence[KeptValues]], more: _Choice, less: _Choice
+) -> Iterator[_Choice]:
+    """Yields choices that keep less and less between two.
+
+    Segments are as in `less` one after the other, from the first on, instead of as in `more`; these choices are as good
+    as the two. Of a loop they are the `subsets` between the two, and what has less on the host.
+    """
+    if more.seconds >= less.seconds:
+        return
+    units = list(more.units)
+    for index, (before, after) in enumerate(zip(more.units, less.units, strict=True)):
+        if before == after:
+            continue
+        (kept_before, repeats), (kept_after, _) = before[0], after[0]
+        for count in range(1, repeats):
+            units[index] = (kept_after, count), (kept_before, repeats - count)
+            yield _Choice.of(problems, units)
+        others = (*subsets[index], *_partly_on_host(problems[index], kept_after))
+        for kept in _best([kept for kept in others if kept_after.nbytes < kept.nbytes < kept_before.nbytes]):
+            if kept.seconds < kept_after.seconds:
+                units[index] = ((kept, 1),)
+                yield _Choice.of(problems, units)
+        units[index] = after
+        if units != list(less.units):
+            yield _Choice.of(problems, units)
+
+
+def _partly_on_host(problem: UnitProblem, choice: KeptValues) -> Iterator[KeptValues]:
+    """Yields what a loop may keep if only the largest of the arrays that a choice sends to the host go there."""
+    values = problem.problem.values
+    on_host = sorted(choice.offloaded, key=lambda index: (-values[index].nbytes, index))
+    for count in range(1, len(on_host)) if problem.unit.is_loop else ():
+        sent, kept = on_host[:count], on_host[count:]
+        kept_bytes = sum(values[index].nbytes for index in kept)
+        saved_seconds = sum(values[index].host_seconds - values[index].keep_seconds for index in kept)
+        yield attrs.evolve(
+            choice,
+            kept=tuple(sorted((*choice.kept, *kept))),
+            offloaded=tuple(sorted(sent)),
+            nbytes=choice.nbytes + kept_bytes,
+            host_bytes=choice.host_bytes - kept_bytes,
+            seconds=choice.seconds - saved_seconds,
+        )
+
+
+def _best(choices: Sequence[KeptValues]) -> list[KeptValues]:
+    """The choices of which none that keeps less is as fast, those that keep most first."""
+    best: list[KeptValues] = []
+    for choice in sorted(choices, key=lambda choice: (choice.nbytes, choice.seconds)):
+        if not best or choice.seconds < best[-1].seconds:
+            best.append(choice)
+    return best[::-1]
+
+
+def _hull(problems: Sequence[UnitProblem]) -> list[_Choice]:
+    """The choices that are best at some price, those that keep most first."""
+    fastest = _solved(problems, 0.0)
+    # At this price a byte in a million is worth more than all seconds.
+    highest = 1e6 * (1e-9 + fastest.seconds + _step_seconds(problems)) / max(1, fastest.nbytes)
+    smallest = _solved(problems, highest)
+    choices = [fastest, smallest]
+    pending, solves = [(fastest, smallest)], 2
+    while pending and solves < _SOLVES:
+        # The widest gap first.
+        pending.sort(key=lambda pair: pair[0].nbytes - pair[1].nbytes)
+        more, less = pending.pop()
+        if more.nbytes - less.nbytes <= _ALMOST * more.nbytes or less.seconds <= more.seconds:
+            continue
+        price = (less.seconds - more.seconds) / (more.nbytes - less.nbytes)
+        between, solves = _solved(problems, price), solves + 1
+        bound = more.seconds + price * more.nbytes
+        if between.seconds + price * between.nbytes < bound * (1 - _ALMOST):
+            choices.append(between)
+            pending += [(more, between), (between, less)]
+    choices.sort(key=lambda choice: (-choice.nbytes, choice.seconds))
+    return choices
+
+
+def _step_seconds(problems: Sequence[UnitProblem]) -> float:
+    return math.fsum(step.seconds for problem in problems for step in problem.problem.steps)
+
+
+def _thinned(front: Sequence[_Choice], count: int) -> list[_Choice]:
+    """At most `count` choices of a front that keep nothing on the host, and half as many others, with the first and the
+    last of each."""
+    on_devices = _least_gaps([choice for choice in front if not choice.is_on_host], count)
+    on_hosts = _least_gaps([choice for choice in front if choice.is_on_host], count // 2)
+    return sorted((*on_devices, *on_hosts), key=lambda choice: -choice.nbytes)
+
+
+def _least_gaps(front: Sequence[_Choice], count: int) -> list[_Choice]:
+    choices = list(front)
+    if not choices:
+        return []
+    most_bytes = max(1, choices[0].nbytes)
+    most_seconds = max(choice.seconds for choice in choices) or 1.0
+    while len(choices) > max(2, count):
+        # What is dropped leaves the smallest gap in memory and time together.
+        gaps = [
+            (
+                (before.nbytes - after.nbytes) / most_bytes + abs(after.seconds - before.seconds) / most_seconds,
+                index,
+            )
+            for index, (before, after) in enumerate(zip(choices, choices[2:], strict=False), 1)
+        ]
+        choices.pop(min(gaps)[1])
+    return choices
+
+
+def _keep(problems: Sequence[UnitProblem], choice: _Choice, replace_checkpoints: bool, flops: int) -> Keep:
+    units: list[KeptUnit] = []
+    for problem, unit in zip(problems, choice.units, strict=True):
+        position, values = problem.unit.position, problem.problem.values
+        start = position.start
+        for kept, count in unit:
+            if kept is not problem.as_written:
+                units.append(
+                    KeptUnit(
+                        attrs.evolve(position, start=start, repeats=count),
+                        tuple(values[index].position for index in kept.kept),
+                        tuple(values[index].position for index in kept.offloaded),
+                    )
+                )
+            start += position.length * count
+    return Keep(
+        tuple(units),
+        replace_checkpoints,
+        choice.nbytes,
+        host_bytes(problems, choice.units),
+        choice.seconds,
+        repeated_flops(problems, choice.units) / max(1, flops),
+        keep_words(problems, choice.units),
+    )

@@ -1,0 +1,137 @@
+"""The cheapest arrays to keep so that the backward pass gets all that it needs, at a price for each kept byte.
+
+This is a minimum cut. An array is available if it is kept or computed again; a step that is computed again needs its
+operands to be available. Keeping costs seconds of memory traffic and the price of its bytes, or sending them to the
+host and back; computing again costs seconds. Both depend on pairs of choices only, so that the cut is the cheapest.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import final
+
+import attrs
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+_SCALE = 10**9
+"""Capacities are whole numbers up to this, below the 2**31 of SciPy. With a tenth as many, steps that take less than a
+billionth of all count nothing; with ten times as many the sum overflows."""
+
+
+@final
+@attrs.frozen
+class UnitValue:
+    """An array that a unit computes or takes. It is kept as often as the unit runs; so are its figures."""
+
+    position: tuple[int, int]
+    """The index of its equation and which result it is; -1 and which input of the unit."""
+    nbytes: int
+    keep_seconds: float
+    """What writing it to memory takes, beyond what is written anyway."""
+    host_seconds: float
+    """What sending it to the host and back takes; infinite where that is impossible."""
+
+
+@final
+@attrs.frozen
+class UnitStep:
+    """An equation that can be computed again: which values it takes and returns."""
+
+    seconds: float
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+@final
+@attrs.frozen(eq=False)
+class KeepProblem:
+    """What the backward pass of a unit needs, and how it can get it."""
+
+    values: tuple[UnitValue, ...]
+    steps: tuple[UnitStep, ...]
+    needed: tuple[int, ...]
+    """The values that the backward pass reads."""
+    forced: tuple[int, ...]
+    """The steps that are computed again in any case, since they hold what cannot be kept from outside."""
+
+
+@final
+@attrs.frozen
+class KeptValues:
+    """What is kept of a unit, as indices of its values, and what that costs."""
+
+    kept: tuple[int, ...]
+    offloaded: tuple[int, ...]
+    repeated: tuple[int, ...]
+    """The steps that are computed again."""
+    nbytes: int
+    host_bytes: int
+    seconds: float
+
+
+def cheapest(problem: KeepProblem, price: float) -> KeptValues:
+    """Returns what to keep if a byte of device memory costs `price` seconds.
+
+    ```python
+    from shardrules.programs.training.keep.cut import KeepProblem, UnitStep, UnitValue, cheapest
+
+    never = float("inf")
+    values = UnitValue((-1, 0), 4, 0.0, never), UnitValue((0, 0), 16, 0.0, never)
+    problem = KeepProblem(values, (UnitStep(1.0, (0,), (1,)),), needed=(1,), forced=())
+    assert cheapest(problem, 0.01).kept == (1,) and cheapest(problem, 1.0).kept == (0,)
+    ```
+    """
+    costs = [min(value.keep_seconds + price * value.nbytes, value.host_seconds) for value in problem.values]
+    available, repeated = _cut(problem, costs)
+    producers = {value: index for index, step in enumerate(problem.steps) for value in step.results}
+    stored = [value for value in available if producers.get(value) not in repeated]
+    kept, offloaded = [], []
+    for index in stored:
+        value = problem.values[index]
+        is_kept = value.keep_seconds + price * value.nbytes <= value.host_seconds
+        (kept if is_kept else offloaded).append(index)
+    return KeptValues(
+        tuple(kept),
+        tuple(offloaded),
+        tuple(repeated),
+        sum(problem.values[index].nbytes for index in kept),
+        sum(problem.values[index].nbytes for index in offloaded),
+        sum(problem.values[index].keep_seconds for index in kept)
+        + sum(problem.values[index].host_seconds for index in offloaded)
+        + sum(problem.steps[index].seconds for index in repeated),
+    )
+
+
+def _cut(problem: KeepProblem, costs: list[float]) -> tuple[list[int], Mapping[int, None]]:
+    """The values that are available and the steps that are computed again, given what keeping each value costs."""
+    first_step = 2 + len(problem.values)
+    most = sum(costs[value] for value in problem.needed) + sum(problem.steps[step].seconds for step in problem.forced)
+    most += sum(costs[value] for step in problem.forced for value in problem.steps[step].operands)
+    unit = _SCALE / most if most > 0 else 0.0
+    edges: dict[tuple[int, int], int] = {}
+
+    def connect(start: int, end: int, cost: float) -> None:
+        # Of equal cuts that with fewer steps is taken: each costs at least the least that counts.
+        edges[start, end] = 2 * _SCALE if cost == math.inf else min(2 * _SCALE, round(cost * unit) + 1)
+
+    producers = {value: index for index, step in enumerate(problem.steps) for value in step.results}
+    for value, cost in enumerate(costs):
+        step = producers.get(value)
+        connect(2 + value, 1 if step is None else first_step + step, cost)
+    for index, step in enumerate(problem.steps):
+        connect(first_step + index, 1, step.seconds)
+        for value in step.operands:
+            connect(first_step + index, 2 + value, math.inf)
+    for value in problem.needed:
+        connect(0, 2 + value, math.inf)
+    for step in problem.forced:
+        connect(0, first_step + step, math.inf)
+    size = first_step + len(problem.steps)
+    starts, ends = np.array(list(edges), np.int32).reshape(-1, 2).T
+    graph = csr_array((np.array(list(edges.values()), np.int32), (starts, ends)), shape=(size, size))
+    left = (graph - maximum_flow(graph, 0, 1).flow).tocsr()
+    left.eliminate_zeros()
+    reached = sorted(breadth_first_order(left, 0, return_predecessors=False).tolist())
+    available = [node - 2 for node in reached if 2 <= node < first_step]
+    return available, dict.fromkeys(node - first_step for node in reached if node >= first_step)

@@ -1,0 +1,79 @@
+"""Functions with derivatives of their own (`jax.custom_vjp`): what their forward rules leave for the backward rules.
+
+A name outside of such a function cannot keep what the backward rule reads, as the row sums of a kernel for attention
+are: it has to be given inside of the forward rule.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self, final
+
+import attrs
+from jax.extend import linear_util
+from jax.extend.core import ClosedJaxpr, Literal
+
+from shardrules.programs.autoplan.traced.calls import open_jaxpr
+
+
+def has_rule(equation: Any) -> bool:
+    """Whether an equation calls a function with a backward rule of its own."""
+    return "fwd_jaxpr_thunk" in equation.params and "num_consts" in equation.params
+
+
+def forward_rule(equation: Any, is_traced: Sequence[bool]) -> ClosedJaxpr:
+    """Returns the forward rule. It returns what the backward rule reads, then the results."""
+    jaxpr, consts = equation.params["fwd_jaxpr_thunk"].call_wrapped(*is_traced[equation.params["num_consts"] :])
+    return ClosedJaxpr(open_jaxpr(jaxpr), consts)
+
+
+@final
+@attrs.frozen
+class RuleValues:
+    """What can be kept inside of a forward rule. Positions are indices of its results."""
+
+    types: tuple[tuple[int, Any], ...]
+    """Results that are computed, with their types. What the equation returns stands for itself where the backward rule
+    reads it."""
+    reads: tuple[int, ...]
+    """Which of these the backward rule reads."""
+    first: int
+    """The index of the first result of the equation."""
+
+    @classmethod
+    def of(cls, equation: Any, is_traced: Sequence[bool]) -> Self:
+        """Reads the forward rule of an equation."""
+        rule = forward_rule(equation, is_traced).jaxpr
+        first = len(rule.outvars) - len(equation.outvars)
+        inputs = dict.fromkeys((*rule.invars, *rule.constvars))
+        indices: dict[Any, int] = {}
+        for index in (*range(first, len(rule.outvars)), *range(first)):
+            var = rule.outvars[index]
+            if not isinstance(var, Literal) and var not in inputs:
+                indices.setdefault(var, index)
+        read = [var for var in rule.outvars[:first] if not isinstance(var, Literal)]
+        return cls(
+            tuple((index, var.aval) for var, index in indices.items()),
+            tuple(dict.fromkeys(indices[var] for var in read if var in indices)),
+            first,
+        )
+
+
+def with_named_rule(equation: Any, name: Callable[[Any, int], Any | None]) -> Any:
+    """Returns the equation with names in its forward rule: `name` returns the equation that gives one to a result of
+    the rule, at an index, or `None`."""
+    thunk = equation.params["fwd_jaxpr_thunk"]
+
+    def rule(*is_traced: bool) -> tuple[Any, Any]:
+        jaxpr, consts = thunk.call_wrapped(*is_traced)
+        inner = open_jaxpr(jaxpr)
+        equations, renamed = list(inner.eqns), dict[Any, Any]()
+        for index, var in enumerate(inner.outvars):
+            naming = None if isinstance(var, Literal) else name(var, index)
+            if naming is not None and var not in renamed:
+                equations.append(naming)
+                renamed[var] = naming.outvars[0]
+        outputs = [var if isinstance(var, Literal) else renamed.get(var, var) for var in inner.outvars]
+        changed = inner.replace(eqns=equations, outvars=outputs)
+        return (ClosedJaxpr(changed, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else changed), consts
+
+    wrapped = linear_util.wrap_init(rule, debug_info=thunk.debug_info)
+    return equation.replace(params={**equation.params, "fwd_jaxpr_thunk": wrapped})

@@ -1,0 +1,62 @@
+"""What computing each equation of a program again takes, by the sheet of a device."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from shardrules.mesh.shape import mesh_shape
+from shardrules.programs.autoplan.graph.compute_cost import ComputeCosts
+from shardrules.programs.autoplan.graph.machine import Machine
+from shardrules.programs.autoplan.traced.calls import InlinedCall, open_jaxpr
+from shardrules.programs.autoplan.traced.fusion import FusedProgram
+from shardrules.programs.autoplan.traced.program import read_jaxpr
+from shardrules.programs.machine.hardware import Hardware
+
+
+def equation_seconds(program: ClosedJaxpr, hardware: Hardware) -> tuple[list[float], list[tuple[bool, ...]]]:
+    """Returns what each equation of a program takes on one device, and which of its results are written to memory.
+
+    Operations that compilers fuse into others take what those read and write on their behalf.
+
+    ```python
+    from shardrules.programs.training.keep.seconds import equation_seconds
+
+    program = jax.make_jaxpr(lambda w, x: jnp.tanh(x @ w))(jnp.ones((4096, 4096)), jnp.ones((8192, 4096)))
+    (matmul, tanh), _ = equation_seconds(program, sr.Hardware.named("cuda:h100"))
+    assert matmul > tanh
+    ```
+    """
+    machine = Machine.of(mesh_shape("data:1"), hardware)
+    traced = read_jaxpr(program)
+    fusion = FusedProgram.of(traced)
+    costs = ComputeCosts(fusion, machine, {})
+    owners = np.cumsum([0, *map(_reader_count, program.jaxpr.eqns)])
+    seconds = [0.0] * len(program.jaxpr.eqns)
+    written: list[list[bool]] = [[True] * len(equation.outvars) for equation in program.jaxpr.eqns]
+    for op_index, operation in enumerate(traced.operations):
+        owner = int(np.searchsorted(owners, operation.equation_index, "right")) - 1
+        if operation.equation_index >= 0:
+            seconds[owner] += costs.seconds_of_one(op_index)
+            if operation.equation is program.jaxpr.eqns[owner]:
+                written[owner] = [result in fusion.written for result in operation.results]
+    return seconds, [tuple(flags) for flags in written]
+
+
+def _reader_count(equation: Any) -> int:
+    """How many equations the reader of programs counts for one, with those inside of it."""
+    return 1 + sum(_reader_count(inner) for body in _read_bodies(equation) for inner in body.eqns)
+
+
+def _read_bodies(equation: Any) -> Iterator[Jaxpr]:
+    """What the reader of programs enters."""
+    call, params = InlinedCall.of(equation), equation.params
+    if call is not None:
+        yield open_jaxpr(call.jaxpr)
+    elif equation.primitive.name == "scan":
+        yield open_jaxpr(params["jaxpr"])
+    elif equation.primitive.name == "while":
+        yield from map(open_jaxpr, (params["body_jaxpr"], params["cond_jaxpr"]))
+    elif equation.primitive.name == "cond":
+        yield from map(open_jaxpr, params["branches"])

@@ -1,0 +1,81 @@
+"""Stretches of equations as programs, and what tells equations apart."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, Literal, Var
+
+from shardrules.programs.autoplan.traced.calls import open_jaxpr
+from shardrules.programs.jaxprs.walk import programs_in
+
+_CONSTANT = "stop_gradient sign floor ceil round is_finite nextafter argmax argmin"
+WITHOUT_DERIVATIVE = frozenset(_CONSTANT.split())
+"""Primitives whose results are floats without a derivative."""
+
+
+_INDICES = ("name", "start_indices", "limit_indices")
+"""Parameters in which layers differ that are otherwise equal, such as the index of a layer among stacked weights."""
+
+
+def segment_program(equations: Sequence[Any], results: Sequence[Any]) -> Jaxpr:
+    """Returns equations as a program that takes what they read from outside, and returns `results`."""
+    inner = dict.fromkeys(var for equation in equations for var in equation.outvars)
+    reads = [var for equation in equations for var in equation.invars if not isinstance(var, Literal)]
+    inputs = [var for var in dict.fromkeys(reads) if var not in inner]
+    effects = {effect for equation in equations for effect in equation.effects}
+    return _empty_program().replace(
+        constvars=[], invars=inputs, outvars=list(results), eqns=list(equations), effects=effects
+    )
+
+
+@functools.cache
+def _empty_program() -> Jaxpr:
+    """A program that others are made from: a new one would need names for its inputs."""
+    return jax.make_jaxpr(lambda: ())().jaxpr
+
+
+def segment_results(body: Jaxpr, start: int, stop: int) -> list[Any]:
+    """Returns what equations of a program compute and others, or the program's caller, read."""
+    later = dict.fromkeys(
+        var for equation in body.eqns[stop:] for var in equation.invars if not isinstance(var, Literal)
+    )
+    later.update(dict.fromkeys(var for var in body.outvars if not isinstance(var, Literal)))
+    outputs = [var for equation in body.eqns[start:stop] for var in equation.outvars if type(var) is Var]
+    return [var for var in outputs if var in later]
+
+
+def signature(equation: Any, has_literals: bool = True) -> Any:
+    """What an equation computes, apart from which arrays it takes, from which index on, and with which constants.
+
+    Without literals also apart from which operands are constants, such as the 0 that a sum over layers begins with.
+    """
+    operands = tuple((str(var.aval), has_literals and isinstance(var, Literal)) for var in equation.invars)
+    inner = tuple(tuple(map(signature, open_jaxpr(program).eqns)) for program in programs_in(equation))
+    # Parameters of calls may hold functions, which no two calls share.
+    kinds = (bool, int, str) if inner else (object,)
+    params = tuple(
+        (name, str(value))
+        for name, value in sorted(equation.params.items())
+        if isinstance(value, kinds) and not callable(value) and name not in _INDICES
+    )
+    return equation.primitive.name, operands, tuple(str(var.aval) for var in equation.outvars), params, inner
+
+
+def is_float(var: Any) -> bool:
+    """Whether an array has elements with derivatives; tokens have no elements at all."""
+    return jnp.issubdtype(getattr(var.aval, "dtype", np.dtype(int)), np.inexact)
+
+
+def nbytes_of(var: Any) -> int:
+    aval = var.aval
+    return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 4)
+
+
+def struct(var: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a variable."""
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False))

@@ -1,0 +1,302 @@
+"""The search over stages: layers side by side on groups of devices, with microbatches that go from one to the next.
+
+Stages wait at the beginning and at the end of a step, for `stages - 1` of `microbatches + stages - 1` rounds, and each
+round computes a microbatch at most. So what a set-up with stages takes at least is known before it is planned: those
+that cannot be better than the best plan without are not, and of the others the most promising.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import final
+
+import attrs
+
+from shardrules.core.axes import mesh_sizes, mesh_text
+from shardrules.core.errors import MicrobatchError
+from shardrules.programs.costs.step_time import seconds_text
+from shardrules.programs.training.cluster import Shape
+from shardrules.programs.training.keep.keep import Keep
+from shardrules.programs.training.search.problem import Outcome, TrainingProblem
+from shardrules.programs.training.search.search import TrainingSearch, first_fitting
+from shardrules.programs.training.stages.run import STAGE_AXIS, tick_count
+
+_INNER_SIZES = (1, 2, 4, 8)
+"""The sizes of an innermost axis inside of stages. With 16, stages would send over slow networks for each layer."""
+
+_MOST_PADDING = 0.125
+"""How many places without a layer stages may have, as a part of the layers: each takes as long as a layer."""
+
+_MOST_MICROBATCHES = (32, 8)
+"""How many microbatches there are for each stage at most: with 32 stages wait for 3 % of the time, with 8 for 11 %.
+With more, smaller and smaller microbatches would save less and less."""
+
+_CHUNKS = (2, 4)
+"""Into how many chunks the layers of stages are cut. With more, microbatches are sent more often for bubbles that are
+shorter than a per cent."""
+
+_PLANS = 10
+"""One plan with stages for so many without, and as many again with chunks: with an axis more, they take up to five
+times as long. With one for eight, searches take up to 1.52 times as long as without stages."""
+
+_NO_TIME = "time_limit left no time for them"
+
+_MOST_ASKED = 24
+"""After how many plans no other set-up is begun where the user asks for stages: four meshes, six plans each."""
+
+
+def search_plans(search: TrainingSearch) -> None:
+    """Searches for plans without stages and with them, as the user asks for."""
+    if search.stages in (None, 1):
+        search.run()
+    StageSearch(search).run()
+    search.shrink()
+
+
+def search_again(search: TrainingSearch, factor: float) -> bool:
+    """Searches for plans that take less memory by a factor, and returns whether there are more that fit."""
+    before = search.fitting
+    search.leave_room(factor)
+    StageSearch(search).run()
+    return any(outcome not in before for outcome in search.fitting)
+
+
+@final
+@attrs.frozen
+class Staging:
+    """A mesh with stages, and how many microbatches go through them."""
+
+    shape: Shape
+    """The stages first."""
+    microbatches: int
+    places: int
+    """How many layers stages have room for."""
+    chunks: int = 1
+
+    @property
+    def stages(self) -> int:
+        return self.shape[0]
+
+    @property
+    def rounds(self) -> int:
+        """How many chunks of microbatches a stage has time for."""
+        return tick_count(self.stages, self.microbatches, self.chunks)
+
+    def least_seconds(self, compute_seconds: float, layers: int) -> float:
+        """What it takes at least, if computing takes so long where no device waits."""
+        return compute_seconds * self.rounds / (self.chunks * self.microbatches) * self.places / layers
+
+    def __str__(self) -> str:
+        chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
+        return f"{self.stages} stages{chunks} and {self.microbatches} microbatches"
+
+
+@final
+@attrs.define(eq=False)
+class StageSearch:
+    """Looks for plans with stages, beside those that a search has found."""
+
+    search: TrainingSearch
+    plans: dict[Staging, Outcome] = attrs.field(factory=dict)
+    """The fastest plan of each set-up, without a limit of memory."""
+    why_none: str = ""
+    """Why the first set-up was refused for which there is no plan."""
+
+    def run(self) -> None:
+        """Plans, and notes why the best plan has no stages."""
+        self.search.why_no_stages = "stages=1" if self.search.stages == 1 else self.outcome_text()
+
+    def outcome_text(self) -> str:
+        """As `planned`. Where stages are not asked for, an error does not lose the plans without them."""
+        if self.search.stages is not None:
+            return self.planned()
+        try:
+            return self.planned()
+        except Exception as error:  # noqa: BLE001  the plan says what it is
+            return _failure_text(error)
+
+    def planned(self) -> str:
+        """Plans, and says why the best plan has no stages; empty where it has some."""
+        search = self.search
+        refusal = self.refusal()
+        if refusal:
+            return refusal
+        stagings = self.ordered()
+        if not stagings:
+            return self.obstacle()
+        more = _MOST_ASKED if search.stages else max(1, search.count // _PLANS)
+        most_count = search.count + more
+        least = self.least_seconds(stagings[0])
+        for staging in stagings:
+            best = search.best
+            if best is not None and self.least_seconds(staging) >= best.seconds:
+                continue
+            if search.count >= most_count or search.deadline.seconds_left <= 2 * search.longest_seconds:
+                break
+            self.plan(staging)
+        for staging, seconds in self.chunked():
+            best = search.best
+            if search.count >= most_count + more or search.deadline.seconds_left <= 2 * search.longest_seconds:
+                break
+            if best is None or seconds < best.seconds:
+                self.plan(staging)
+        if search.best is not None and search.best.recipe.stages > 1:
+            return ""
+        return self.why_not(stagings[0], least)
+
+    def ordered(self) -> list[Staging]:
+        """The set-ups, those first that take the least, by turns with many microbatches for each stage and with few.
+
+        With many, stages wait less, but gather weights and send more often: what is faster is known when it is planned.
+        """
+        by_count: dict[int, list[Staging]] = {}
+        stagings = dict.fromkeys(self.stagings())
+        for each in sorted(stagings, key=lambda each: (self.least_seconds(each), each.stages, len(each.shape))):
+            by_count.setdefault(each.microbatches // each.stages, []).append(each)
+        turns = itertools.zip_longest(*by_count.values())
+        return [staging for turn in turns for staging in turn if staging is not None]
+
+    def refusal(self) -> str:
+        """Why layers cannot be in stages; empty where they can."""
+        problem = self.problem
+        if problem.cluster.mesh is not None and STAGE_AXIS not in problem.cluster.mesh.shape:
+            return f"the mesh has no axis {STAGE_AXIS!r}"
+        if problem.split_refusal:
+            return "the loss cannot be computed by microbatches"
+        try:
+            return "" if problem.layer_count > 1 else "the model has one layer"
+        except MicrobatchError as error:
+            return str(error)
+
+    def chunked(self) -> list[tuple[Staging, float]]:
+        """The set-ups planned on the fastest mesh, with chunks, and what they take if only waiting differs."""
+        if not self.plans:
+            return []
+        layers = self.problem.layer_count
+        fastest = min(self.plans, key=lambda staging: self.plans[staging].seconds)
+        stagings = [staging for staging in self.plans if staging.shape == fastest.shape]
+        chunked = []
+        for chunks, staging in itertools.product(_CHUNKS, stagings):
+            places = -(-layers // (chunks * fastest.stages)) * chunks * fastest.stages
+            if places <= layers * (1 + _MOST_PADDING):
+                with_chunks = attrs.evolve(staging, places=places, chunks=chunks)
+                ratio = with_chunks.least_seconds(1.0, layers) / staging.least_seconds(1.0, layers)
+                chunked.append((with_chunks, ratio * self.plans[staging].seconds))
+        return chunked
+
+    @property
+    def problem(self) -> TrainingProblem:
+        """What is planned."""
+        return self.search.problem
+
+    def stagings(self) -> Iterator[Staging]:
+        """Yields the meshes with stages that suit devices, layers and batch, with many microbatches and with few."""
+        cluster, layers = self.problem.cluster, self.problem.layer_count
+        request = self.search.stages
+        for stages in range(2, min(cluster.count, layers) + 1) if request is None else [request]:
+            places = -(-layers // stages) * stages
+            is_padded = request is None and places > layers * (1 + _MOST_PADDING)
+            if cluster.count % stages or stages > layers or is_padded:
+                continue
+            rest = cluster.count // stages
+            for inner in _INNER_SIZES:
+                shape = tuple(size for size in (stages, rest // inner, inner) if size > 1)
+                if rest % inner or not self.allows(shape):
+                    continue
+                counts = [self.microbatches(stages, rest // inner, most * stages) for most in _MOST_MICROBATCHES]
+                for count in dict.fromkeys(filter(None, counts)):
+                    yield Staging(shape, count, places)
+
+    def allows(self, shape: Shape) -> bool:
+        """Whether a mesh with stages is possible."""
+        mesh = self.problem.cluster.mesh
+        if mesh is None:
+            return self.problem.cluster.allows(shape)
+        sizes = mesh_sizes(mesh)
+        return next(iter(sizes)) == STAGE_AXIS and tuple(size for size in sizes.values() if size > 1) == shape
+
+    def obstacle(self) -> str:
+        """Why no mesh and no number of microbatches suits stages."""
+        problem, request = self.problem, self.search.stages
+        layers, count, mesh = problem.layer_count, problem.cluster.count, problem.cluster.mesh
+        if mesh is not None and (next(iter(mesh.shape)) != STAGE_AXIS or request != mesh.shape[STAGE_AXIS]):
+            return f"the mesh is {mesh_text(mesh)}; its first axis has to be {STAGE_AXIS!r}, with as many devices"
+        if request is not None and request > layers:
+            return f"there are {layers} layers"
+        if request is not None and count % request:
+            return f"{count} devices do not divide into {request} stages"
+        if request is not None and (self.search.microbatches or 0) % request:
+            return f"microbatches have to be a multiple of the stages, got {self.search.microbatches}"
+        examples = problem.loss.batch_size
+        return f"{layers} layers, {count} devices and {examples} examples do not divide into stages and microbatches"
+
+    def microbatches(self, stages: int, splits: int, most: int) -> int:
+        """The most microbatches up to a number of which all devices inside of a stage have examples, as many for each
+        stage; 0 where there are none."""
+        request, examples = self.search.microbatches, self.problem.loss.batch_size
+        most = min(most, examples // splits)
+        counts = range(stages, most + 1, stages) if request is None else (request,)
+        return max((count for count in counts if examples % (count * splits) == 0 and count % stages == 0), default=0)
+
+    def least_seconds(self, staging: Staging) -> float:
+        """What a set-up takes at least: what computing takes, and waiting."""
+        outcomes = [outcome for outcome in self.search.free.values() if outcome.result is not None]
+        compute = min((outcome.compute_seconds for outcome in outcomes), default=0.0)
+        return staging.least_seconds(compute, self.problem.layer_count)
+
+    def plan(self, staging: Staging) -> None:
+        """Looks for the best plan of a set-up that fits."""
+        keeps = self.keeps(staging)
+        free = self.plan_one(staging, keeps[0], is_free=True)
+        if free.result is None:
+            self.why_none = self.why_none or free.refusal
+            return
+        self.plans[staging] = free
+        if not free.fits and self.may_win(free):
+            first_fitting(range(len(keeps)), lambda index: self.plan_one(staging, keeps[index]).fits)
+
+    def keeps(self, staging: Staging) -> list[Keep]:
+        """What the backward pass may keep, from the fastest on: all microbatches keep it at once."""
+        keeps = self.problem.keeps(staging.microbatches, has_stages=True)
+        rounds, most = staging.rounds / staging.chunks, self.problem.host_limit_bytes * self.problem.cluster.count
+        first = min(range(len(keeps)), key=lambda index: (keeps[index].seconds, index))
+        return [keeps[first], *(keep for keep in keeps[first + 1 :] if rounds * keep.host_bytes <= most)]
+
+    def may_win(self, free: Outcome) -> bool:
+        """Whether a plan that fits may be better than the best, given the fastest without a limit of memory."""
+        best = self.search.best
+        return best is None or free.seconds < best.seconds
+
+    def plan_one(self, staging: Staging, keep: Keep, *, is_free: bool = False) -> Outcome:
+        """Plans with what the backward pass keeps."""
+        search = self.search
+        recipe = attrs.evolve(
+            search.recipe(staging.microbatches, 1), keep=keep, stages=staging.stages, chunks=staging.chunks
+        )
+        outcome = search.plan(staging.shape, recipe, is_free)
+        outcomes = search.outcomes if outcome.fits or not is_free else search.columns
+        outcomes[staging.shape, recipe] = outcome
+        return outcome
+
+    def why_not(self, first: Staging, least: float) -> str:
+        """Says why the best plan has no stages."""
+        waits = f"with {first}, stages wait in {first.stages - 1} of {first.rounds} rounds"
+        fitting = [outcome for outcome in self.search.outcomes.values() if outcome.fits and outcome.recipe.stages > 1]
+        if not self.plans:
+            if self.why_none:
+                return f"{first}: {self.why_none}"
+            best = self.search.best
+            is_slower = best is not None and least >= best.seconds
+            return f"{waits}: a step would take {seconds_text(least)} at least" if is_slower else _NO_TIME
+        staging, fastest = min(self.plans.items(), key=lambda item: item[1].seconds)
+        limit = " without a limit of memory" if fastest not in fitting else ""
+        chunks = f" and {staging.chunks} chunks" if staging.chunks > 1 else ""
+        return (
+            f"the fastest set-up with stages that was planned, {fastest.mesh} with {staging.microbatches} "
+            f"microbatches{chunks}, takes {seconds_text(fastest.seconds)}{limit}: stages wait in "
+            f"{staging.stages - 1} of {staging.rounds} rounds"
+        )
+
+
+def _failure_text(error: Exception) -> str:
+    """Says why there are no plans with stages where planning them failed, and others do not depend on it."""
+    return f"planning them failed: {type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,137 @@
+"""The loop over the layers of a program, which stages can share, and what comes before and after it."""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, final
+
+import attrs
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from shardrules.core.errors import MicrobatchError
+from shardrules.core.source import equation_line, short_line
+from shardrules.programs.autoplan.traced.calls import open_jaxpr
+from shardrules.programs.compiling.model_flops import model_flops
+from shardrules.programs.jaxprs.walk import programs_in, scan_counts
+from shardrules.programs.training.keep.segments import segment_program
+from shardrules.programs.training.stages.rolled import rolled
+
+_MOST_OUTSIDE = 0.5
+"""The part of a program's FLOPs that may be outside of its layers: with more, most of the work is in no stage."""
+
+
+@final
+@attrs.frozen(eq=False)
+class LayerLoop:
+    """The program of a microbatch, cut at the loop over its layers."""
+
+    equation: Any
+    before: Jaxpr
+    """From some inputs of the program to what the loop and `after` need."""
+    after: Jaxpr
+    """From inputs of the program, results of `before` and of the loop, to the program's results."""
+    by_microbatch: frozenset[Any]
+    """The variables that differ from microbatch to microbatch; all others are the same for the batch."""
+
+    @property
+    def layer_count(self) -> int:
+        """How many layers there are."""
+        return self.equation.params["length"]
+
+    @classmethod
+    def of(cls, program: ClosedJaxpr, batched: Sequence[bool]) -> "LayerLoop":
+        """Cuts a program `with_layer_loop`; `batched` says which of its inputs are those of a microbatch."""
+        jaxpr = program.jaxpr
+        index, _ = _main_loop(program)
+        equation = jaxpr.eqns[index]
+        needed, first, rest = set(_reads([equation])), [], [*jaxpr.eqns[index + 1 :]]
+        for each in reversed(jaxpr.eqns[:index]):
+            if any(var in needed for var in each.outvars):
+                needed.update(_reads([each]))
+                first.insert(0, each)
+            else:
+                rest.insert(0, each)
+        outputs = [var for var in jaxpr.outvars if not isinstance(var, Literal)]
+        read = dict.fromkeys((*_reads([equation, *rest]), *outputs))
+        computed = dict.fromkeys(var for each in first for var in each.outvars)
+        by_microbatch = {var for var, flag in zip(jaxpr.invars, batched, strict=True) if flag}
+        for each in (*first, equation, *rest):
+            if any(var in by_microbatch for var in _reads([each])):
+                by_microbatch.update(each.outvars)
+        _check_layers(equation, by_microbatch)
+        before = segment_program(first, [var for var in read if var in computed])
+        return cls(equation, before, segment_program(rest, jaxpr.outvars), frozenset(by_microbatch))
+
+
+def with_layer_loop(program: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a program whose layers are a loop that does most of its work: itself, or with equal layers as a loop."""
+    index, part = _main_loop(program)
+    if part < 1 - _MOST_OUTSIDE:
+        with_loop = rolled(program)
+        if with_loop is None:
+            scans = f" (no jax.lax.scan outside of others has more than {part:.0%} of its FLOPs)" if part else ""
+            raise MicrobatchError(
+                f"its layers are neither one loop over stacked parameters{scans} nor equal ones with parameters of "
+                "their own that follow each other: of what layers compute, each may read only what the one before has, "
+                "and none may have effects, or a derivative or jax.checkpoint policy of its own that the others lack"
+            )
+        program = with_loop
+        index, part = _main_loop(program)
+        if part < 1 - _MOST_OUTSIDE:
+            count = program.jaxpr.eqns[index].params["length"]
+            raise MicrobatchError(
+                f"its largest loop, of {count} layers, has {part:.0%} of its FLOPs; with less than "
+                f"{1 - _MOST_OUTSIDE:.0%} in stages, most of the work would be outside of them"
+            )
+    if program.jaxpr.eqns[index].params["reverse"]:
+        raise MicrobatchError("its loop over layers runs from the last to the first")
+    return program
+
+
+def _main_loop(program: ClosedJaxpr) -> tuple[int, float]:
+    """The index of the loop that does most of the work of a program, and its part of that."""
+    loops = {
+        index: equation.params["length"] * model_flops(equation.params["jaxpr"])
+        for index, equation in enumerate(program.jaxpr.eqns)
+        if equation.primitive.name == "scan" and len(equation.invars) > sum(scan_counts(equation.params))
+    }
+    if not loops:
+        return -1, 0.0
+    index, total = max(loops, key=lambda index: loops[index]), model_flops(program)
+    return index, loops[index] / total if total else 1.0
+
+
+def _check_layers(loop: Any, by_microbatch: Collection[Any]) -> None:
+    """Raises an error for layers that compute something else where several are computed at once."""
+    if not any(var in by_microbatch for var in _reads([loop])):
+        raise MicrobatchError("its loop over layers reads nothing of the batch")
+    body, const_count = loop.params["jaxpr"].jaxpr, scan_counts(loop.params)[0]
+    # What differs from stage to stage: all but constants that are the same for the batch.
+    differs = dict.fromkeys(
+        inner
+        for index, (var, inner) in enumerate(zip(loop.invars, body.invars, strict=True))
+        if index >= const_count or (not isinstance(var, Literal) and var in by_microbatch)
+    )
+    for equation in body.eqns:
+        if any(var in differs for var in _reads([equation])):
+            differs.update(dict.fromkeys(equation.outvars))
+            if any(each.primitive.name == "cond" for each in (equation, *_inside(equation))):
+                line = equation_line(equation)
+                raise MicrobatchError(
+                    "its layers branch (jax.lax.cond), and stages that compute at once would compute all branches"
+                    + (f" ({short_line(line)})" if line else "")
+                )
+    avals = [var.aval for equation in (*body.eqns, *_inside(loop)) for var in (*equation.invars, *equation.outvars)]
+    if any("rbg" in str(getattr(aval, "dtype", "")) for aval in avals):
+        raise MicrobatchError("its layers draw random numbers by rbg, which draws others for several stages at once")
+
+
+def _inside(equation: Any) -> Iterator[Any]:
+    """The equations of all programs in an equation, but not those of kernels: several at once have a larger grid."""
+    if equation.primitive.name != "pallas_call":
+        for program in programs_in(equation):
+            for each in open_jaxpr(program).eqns:
+                yield each
+                yield from _inside(each)
+
+
+def _reads(equations: Sequence[Any]) -> Iterator[Any]:
+    return (var for equation in equations for var in equation.invars if not isinstance(var, Literal))

@@ -1,0 +1,68 @@
+"""Which results of a program are zeros, whatever its arguments are: gradients by what a loss does not depend on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from shardrules.programs.autoplan.traced.calls import InlinedCall, open_jaxpr
+from shardrules.programs.jaxprs.walk import scan_counts
+from shardrules.programs.training.examples.rules import ADDING, LINEAR
+
+_PRODUCTS = ("mul", "dot_general", "ragged_dot_general", "conv_general_dilated")
+"""Primitives whose results are zeros where one of the first two operands is."""
+
+
+def zero_results(program: ClosedJaxpr | Jaxpr, zero_inputs: Sequence[bool] = ()) -> list[bool]:
+    """Returns for each result of a program whether it is zeros, where some of its inputs are.
+
+    ```python
+    from shardrules.programs.training.zeros import zero_results
+
+    gradient = jax.grad(lambda a, b, x: jnp.sum(a * x), (0, 1))
+    assert zero_results(jax.make_jaxpr(gradient)(1.0, 2.0, jnp.ones(4))) == [False, True]
+    ```
+    """
+    jaxpr = open_jaxpr(program)
+    zeros = {var for var, flag in zip(jaxpr.invars, zero_inputs, strict=False) if flag}
+
+    def is_zero(var: Any) -> bool:
+        return not np.asarray(var.val).any() if isinstance(var, Literal) else var in zeros
+
+    for equation in jaxpr.eqns:
+        flags = _zeros_of(equation, [is_zero(var) for var in equation.invars])
+        zeros.update(var for var, flag in zip(equation.outvars, flags, strict=True) if flag)
+    return [is_zero(var) for var in jaxpr.outvars]
+
+
+def _zeros_of(equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
+    """Which results of an equation are zeros."""
+    name, none = equation.primitive.name, [False] * len(equation.outvars)
+    if not any(operands):
+        return none
+    if name == "scan":
+        return _zeros_of_loop(equation, operands)
+    if name == "cond":
+        branches = [zero_results(branch, operands[1:]) for branch in equation.params["branches"]]
+        return [all(flags) for flags in zip(*branches, strict=True)]
+    call = InlinedCall.of(equation)
+    if call is not None:
+        return zero_results(call.jaxpr, [operands[index] for index in call.operands])
+    if name == "div":
+        return [operands[0]]
+    is_zero = any(operands[:2]) if name in _PRODUCTS else name in (*LINEAR, *ADDING) and all(operands)
+    return [is_zero] * len(equation.outvars)
+
+
+def _zeros_of_loop(equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
+    """Which results of a scan are zeros: what goes round is, if it starts so and each round leaves it so."""
+    const_count, carry_count = scan_counts(equation.params)
+    first_slice = const_count + carry_count
+    carry = list(operands[const_count:first_slice])
+    while True:
+        results = zero_results(equation.params["jaxpr"], [*operands[:const_count], *carry, *operands[first_slice:]])
+        ends = [start and end for start, end in zip(carry, results, strict=False)]
+        if ends == carry:
+            return [*carry, *results[carry_count:]]
+        carry = ends

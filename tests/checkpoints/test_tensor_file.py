@@ -1,0 +1,148 @@
+"""Slices of tensors in files, read as numpy would cut them."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.checkpoints import boxes, tensor_file
+from shardrules.checkpoints.tensor_file import FileTensor, file_source, local_path
+from shardrules.core.errors import CheckpointError
+
+HEAD = b"something before"
+
+
+def written(path: Path, array: np.ndarray, fortran: bool = False) -> FileTensor:
+    path.write_bytes(HEAD + array.tobytes(order="F" if fortran else "C") + b"something after")
+    return FileTensor(path, len(HEAD), array.shape, array.dtype, fortran)
+
+
+def read(tensor: FileTensor, cuts: tuple[slice, ...]) -> np.ndarray:
+    return file_source([tensor], (), tensor.dtype).part(cuts)
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[slice, ...]]:
+    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
+    cuts = []
+    for size in shape:
+        start = draw(st.integers(0, size))
+        stop = draw(st.integers(start, size))
+        cuts.append(draw(st.sampled_from([slice(None), slice(start, stop), slice(start, stop, None)])))
+    return shape, tuple(cuts)
+
+
+@given(
+    box=parts(),
+    fortran=st.booleans(),
+    short=st.sampled_from([1, 8, 32, 4096]),
+    wide=st.sampled_from([4, 64, 65536]),
+    block=st.sampled_from([1, 16, 64, 2**20]),
+)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_a_part_is_what_numpy_cuts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    box: tuple[tuple[int, ...], tuple[slice, ...]],
+    fortran: bool,
+    short: int,
+    wide: int,
+    block: int,
+) -> None:
+    monkeypatch.setattr(tensor_file, "_SHORT_BYTES", short)
+    monkeypatch.setattr(tensor_file, "_WIDE_BYTES", wide)
+    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", block)
+    monkeypatch.setattr(boxes, "BLOCK_BYTES", block)
+    shape, cuts = box
+    array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    part = read(written(tmp_path / "x", array, fortran), cuts)
+    assert part.shape == array[cuts].shape
+    np.testing.assert_array_equal(part, array[cuts])
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Offset and bytes of every read."""
+    seen: list[tuple[int, int]] = []
+    plain = tensor_file._Reader._read_exactly
+
+    def record(reader: Any, start: int, into: np.ndarray) -> None:
+        seen.append((start, into.nbytes))
+        plain(reader, start, into)
+
+    monkeypatch.setattr(tensor_file._Reader, "_read_exactly", record)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("shape", "cuts", "expected"),
+    [
+        ((64, 32), (slice(8, 16), slice(None)), [(8 * 128, 8 * 128)]),  # rows lie together
+        ((4, 8, 32), (slice(1, 2), slice(4, 6), slice(None)), [(1024 + 512, 256)]),
+        ((4, 4096), (slice(None), slice(0, 2048)), [(row * 16384, 8192) for row in range(4)]),  # long runs, one by one
+        ((64, 32), (slice(None), slice(8, 16)), [(32, 63 * 128 + 32)]),  # short ones together, and what lies between
+        ((4, 65536), (slice(None), slice(0, 8)), [(row * 262144, 32) for row in range(4)]),  # too far apart for that
+        ((3, 5), (slice(1, 1), slice(None)), []),
+        ((), (), [(0, 4)]),
+    ],
+)
+def test_only_what_is_needed_is_read(
+    tmp_path: Path,
+    reads: list[tuple[int, int]],
+    shape: tuple[int, ...],
+    cuts: tuple[slice, ...],
+    expected: list[tuple[int, int]],
+) -> None:
+    array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    np.testing.assert_array_equal(read(written(tmp_path / "x", array), cuts), array[cuts])
+    assert reads == expected
+
+
+def test_what_is_cut_is_read_in_blocks(tmp_path: Path, reads: list[tuple[int, int]]) -> None:
+    array = np.arange(2**21, dtype=np.int32).reshape(-1, 256)  # 8 MiB, 1 KiB a row
+    part = read(written(tmp_path / "x", array), (slice(None), slice(0, 128)))
+    np.testing.assert_array_equal(part, array[:, :128])
+    assert [count for _, count in reads] == [2**21 - 512] * 4
+
+
+def test_a_source_converts_each_part(tmp_path: Path) -> None:
+    array = np.arange(8, dtype=">f4")
+    source = file_source([written(tmp_path / "x", array)], (), jnp.bfloat16)
+    part = source.part((slice(2, 4),))
+    assert part.dtype == jnp.bfloat16
+    assert part.tolist() == [2, 3]
+
+
+def test_a_file_that_has_become_shorter_is_an_error(tmp_path: Path) -> None:
+    tensor = written(tmp_path / "x", np.arange(8, dtype=np.int32))
+    (tmp_path / "x").write_bytes(HEAD + bytes(12))
+    with pytest.raises(CheckpointError, match="x ended at byte 28 while it was read"):
+        read(tensor, (slice(None),))
+
+
+@pytest.mark.parametrize("path", ["gs://bucket/state", "s3://bucket/state.safetensors", Path("gs://bucket/state.eqx")])
+def test_addresses_of_cloud_stores_are_refused(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tree, mesh = {"w": np.ones(8)}, sr.create_mesh("data:8")
+    calls = {
+        "save_safetensors": lambda: sr.save_safetensors(path, tree),
+        "load_safetensors": lambda: sr.load_safetensors(path, tree, P(), mesh),
+        "save_equinox": lambda: sr.save_equinox(path, tree),
+        "load_equinox": lambda: sr.load_equinox(path, tree, P(), mesh),
+    }
+    for name, call in calls.items():
+        with pytest.raises(CheckpointError, match=f"{name}: .*bucket.* is an address.*mount the bucket"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", ["C:/state", "a:b/c", "runs/gs://x", "http", "."])
+def test_paths_are_no_addresses(path: str) -> None:
+    assert local_path(path, "save") == Path(path)

@@ -1,0 +1,235 @@
+"""Plans with stages: what runs is the plain step, and what is left out says why."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardrules as sr
+from shardrules.core.errors import ConfigError, PlanError
+from shardrules.programs.autoplan.graph.machine import Assumptions
+from shardrules.programs.autoplan.query import QueryOptions
+from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE
+from shardrules.programs.training.cluster import Cluster
+from shardrules.programs.training.search.problem import TrainingProblem
+from shardrules.programs.training.search.search import TrainingSearch
+from shardrules.programs.training.search.staged import StageSearch, Staging
+from shardrules.programs.training.step import TrainingStep
+
+LAYERS, EXAMPLES, WIDTH = 4, 16, 16
+
+
+def numbers(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng([*shape]).normal(size=shape) / 4, jnp.float32)
+
+
+MODEL = {"in": numbers(8, WIDTH), "layers": numbers(LAYERS, WIDTH, WIDTH)}
+BATCH = numbers(EXAMPLES, 8), numbers(EXAMPLES, 4, 8)[:, 0]
+
+
+def layer(x: Any, weights: Any) -> Any:
+    return x + jnp.tanh(x @ weights)
+
+
+def loss(model: Any, batch: Any) -> Any:
+    x, y = batch
+    x = jax.lax.scan(lambda x, w: (layer(x, w), None), x @ model["in"], model["layers"])[0]
+    return jnp.mean((x @ model["in"].T - y) ** 2)
+
+
+def written_out(model: Any, batch: Any) -> Any:
+    x = batch[0] @ model["in"]
+    for index in range(LAYERS):
+        x = layer(x, model["layers"][index])
+    return jnp.mean((x @ model["in"].T - batch[1]) ** 2)
+
+
+def of_other_layers(model: Any, batch: Any) -> Any:
+    x = batch[0] @ model["in"]
+    for function, weights in zip((jnp.tanh, jnp.sin, jnp.cos, jnp.exp), model["layers"], strict=True):
+        x = x + function(x @ weights)
+    return jnp.mean((x @ model["in"].T - batch[1]) ** 2)
+
+
+def of_neighbours(model: Any, batch: Any) -> Any:
+    return loss(model, batch) + jnp.mean(jnp.cumsum(batch[0] @ model["in"], 0) ** 2)
+
+
+def plan_of(fn: Any = loss, cluster: Any = "cuda:h100:8", **options: Any) -> Any:
+    return sr.plan_training(fn, MODEL, optax.adam(1e-2), BATCH, cluster=cluster, **options)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(4, 8), (2, None), (2, 2)])
+@pytest.mark.sample(1)
+def test_stages_train_as_one_device(stages: int, microbatches: int | None) -> None:
+    plan = plan_of(cluster=jax.devices(), stages=stages, microbatches=microbatches)
+    assert plan.recipe.stages == plan.report.stages == plan.mesh.shape["stage"] == stages
+    assert plan.plan.specs[0]["layers"][0] == "stage"
+    schedule = plan.schedule
+    assert schedule is not None
+    assert (schedule.stages, schedule.microbatches) == (stages, plan.recipe.microbatches)
+    assert plan.report.regions == ()  # what stages send is no region of the user's
+    assert plan.candidates[0].batch_text == f"{plan.recipe.microbatches} in {stages} stages"
+    optimizer = optax.adam(1e-2)
+    expected, expected_state = MODEL, optimizer.init(MODEL)
+    model, state = plan.init(lambda: MODEL)()
+    for _ in range(2):
+        model, state, value, _ = plan.step(model, state, BATCH)
+        expected_value, gradients = jax.value_and_grad(loss)(expected, BATCH)
+        updates, expected_state = optimizer.update(gradients, expected_state, expected)
+        expected = optax.apply_updates(expected, updates)
+        np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    for array, other in zip(jax.tree.leaves(model), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(array, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_layers_of_a_python_loop_train_as_one_device() -> None:
+    """Weights of layers may be arrays of their own: they come to their stages in each step."""
+    model = {"in": MODEL["in"], "layers": [*MODEL["layers"]]}
+    optimizer = optax.sgd(1e-2)
+    plan = sr.plan_training(written_out, model, optimizer, BATCH, cluster=jax.devices(), stages=4, microbatches=8)
+    assert plan.recipe.stages == 4
+    expected_value, gradients = jax.value_and_grad(written_out)(model, BATCH)
+    expected = optax.apply_updates(model, optimizer.update(gradients, optimizer.init(model))[0])
+    trained, _, value, _ = plan.step(*plan.init(lambda: model)(), BATCH)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    for array, other in zip(jax.tree.leaves(trained), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(array, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_chunks_train_as_one_device() -> None:
+    """Chunks shorten the wait of stages, and are taken where computing takes longer than sending."""
+    width, tokens = 256, 64
+
+    def deep(x: Any, w: Any) -> tuple[Any, None]:
+        return jax.lax.scan(lambda x, _: (layer(x, w), None), x, None, 16)[0], None
+
+    def loss(model: Any, batch: Any) -> Any:
+        x = jax.lax.scan(deep, batch @ model["in"], model["layers"])[0]
+        return jnp.mean((x @ model["in"].T - batch) ** 2)
+
+    model, batch = {"in": numbers(8, width), "layers": numbers(8, width, width) / 16}, numbers(8, tokens, 8)
+    optimizer = optax.sgd(1e-2)
+    plan = sr.plan_training(loss, model, optimizer, batch, cluster=jax.devices()[:4], stages=4, microbatches=4)
+    assert plan.recipe.chunks == plan.report.chunks == 2
+    best, other = plan.candidates[:2]
+    assert (best.batch_text, other.batch_text) == ("4 in 4 stages of 2 chunks", "4 in 4 stages")
+    assert "slower" in other.reason
+    assert "stages     4 of 2 chunks, which wait in 3 of 11 rounds" in str(plan.report)
+    schedule = plan.schedule
+    assert schedule is not None
+    assert (schedule.chunks, schedule.bubble) == (2, pytest.approx(3 / 11))
+    expected_value, gradients = jax.value_and_grad(loss)(model, batch)
+    expected = optax.apply_updates(model, optimizer.update(gradients, optimizer.init(model))[0])
+    trained, _, value, _ = plan.step(*plan.init(lambda: model)(), batch)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    for array, expected_array in zip(jax.tree.leaves(trained), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(array, expected_array, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_stages_send_microbatches() -> None:
+    """Each round sends a microbatch, and what waits, to the next stage and back: forward, and their gradients."""
+    plan = plan_of(cluster=sr.create_mesh("stage:4,data:2"), stages=4, microbatches=4)
+    step = plan.step
+    report = sr.audit(step, *plan.planned.args, mesh=plan.mesh)
+    sent = [each for each in report.collectives if each.kind == "collective-permute"]
+    message = EXAMPLES // 4 // 2 * WIDTH * 4
+    rounds = 4 + 4 - 1
+    assert [(each.wire_bytes, each.times.count) for each in sent] == [(message, rounds)] * 4
+
+
+@pytest.mark.slow
+def test_a_mesh_with_an_axis_of_stages_is_taken() -> None:
+    mesh = sr.create_mesh("stage:2,data:4")
+    assert plan_of(cluster=mesh, stages=2).report.mesh == "stage:2,data:4"
+    assert plan_of(cluster=sr.create_mesh("data:8")).report.why_no_stages == "the mesh has no axis 'stage'"
+
+
+@pytest.mark.parametrize(
+    ("fn", "options", "why"),
+    [
+        (of_other_layers, {}, "its layers are neither one loop over stacked parameters nor equal ones"),
+        (of_neighbours, {}, "the loss cannot be computed by microbatches"),
+        (loss, {"stages": 1}, "stages=1"),
+    ],
+)
+def test_plans_without_stages_say_why(fn: Any, options: Any, why: str) -> None:
+    plan = plan_of(fn, **options)
+    assert plan.recipe.stages == 1
+    assert plan.schedule is None
+    assert plan.report.why_no_stages.startswith(why)
+    assert f"stages     none: {why}" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 3}, "3 stages: 8 devices do not divide into 3 stages"),
+        ({"stages": 8}, "8 stages: there are 4 layers"),
+        ({"stages": 4, "microbatches": 2}, "microbatches have to be a multiple of the stages, got 2"),
+        ({"stages": 2, "cluster": "stage:4,data:2"}, "the mesh is stage:4,data:2; its first axis has to be 'stage'"),
+        ({"stages": 2, "cluster": "data:4,stage:2"}, "the mesh is data:4,stage:2; its first axis has to be 'stage'"),
+        ({"stages": 4, "cluster": "stage:4,data:32"}, "4 layers, 128 devices and 16 examples do not divide into"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(options: Any, message: str) -> None:
+    meshes = {"cluster": sr.mesh_shape(options["cluster"])} if "cluster" in options else {}
+    with pytest.raises(PlanError, match=re.escape(message)):
+        plan_of(**(options | meshes))
+
+
+def test_without_time_for_stages_that_is_said() -> None:
+    with pytest.raises(PlanError, match="2 stages: time_limit left no time for them"):
+        plan_of(stages=2, time_limit=1e-9)
+
+
+def test_a_count_of_stages_is_positive() -> None:
+    with pytest.raises(ConfigError, match="stages must be a positive integer, got 0"):
+        plan_of(stages=0)
+
+
+@pytest.mark.slow
+def test_plans_with_stages_allowed_are_not_slower() -> None:
+    without, allowed = plan_of(stages=1), plan_of()
+    assert allowed.report.cost <= without.report.cost
+    text = allowed.report.to_json()
+    assert sr.reports.TrainingPlanReport.from_json(text) == allowed.report
+
+
+def test_waiting_is_counted() -> None:
+    staging = Staging((4, 8), 12, 6)
+    assert (staging.stages, staging.rounds) == (4, 15)
+    assert staging.least_seconds(1.0, 5) == 15 / 12 * 6 / 5
+    chunked = Staging((4, 8), 12, 8, chunks=2)
+    assert chunked.rounds == 27
+    assert chunked.least_seconds(1.0, 5) == 27 / 24 * 8 / 5
+
+
+def test_many_and_few_microbatches_take_turns() -> None:
+    model, batch = jax.ShapeDtypeStruct((8, WIDTH, WIDTH), jnp.float32), jax.ShapeDtypeStruct((256, WIDTH), jnp.float32)
+
+    def deep(weights: Any, x: Any) -> Any:
+        return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0] ** 2)
+
+    step, cluster = TrainingStep(deep, optax.sgd(1e-2)), Cluster.of("cuda:h100:8")
+    options = QueryOptions(None, None, cluster.hardware, Assumptions(), 600, False)
+    problem = TrainingProblem(step, model, jax.eval_shape(step.init_state, model), batch, cluster, options)
+    ordered = StageSearch(TrainingSearch(problem, None, None, NO_DEADLINE, lambda text: None)).ordered()
+    counts = [each.microbatches // each.stages for each in ordered]
+    assert counts[:4] == [32, 8, 32, 8]
+    assert len({*ordered}) == len(ordered)
+    for count in {*counts}:
+        least = [each.least_seconds(1.0, 8) for each in ordered if each.microbatches == count * each.stages]
+        assert least == sorted(least)
+
+
+@pytest.mark.parametrize(("stages", "names"), [(1, ("data", "model")), (4, ("stage", "data"))])
+def test_meshes_with_stages_name_them(stages: int, names: tuple[str, ...]) -> None:
+    assert Cluster.of("cuda:h100:8").abstract_mesh((4, 2), stages).axis_names == names
