@@ -226,7 +226,7 @@ WRONG = {
     ),
     "a name that no file can have": Wrong(
         ("plan", "model.py:make", "--rules", "r.toml", *MESH),
-        "r.toml:1: rule.file: cannot read 'a\\x00b': ",  # the cause is worded by Python, in each version in its own way
+        "r.toml:1: rule.file: cannot read a\\x00b: ",  # the cause is worded by Python, in each version in its own way
         text_of("r.toml", 'rule = {type = "plan", file = "a\\u0000b"}'),
     ),
     "a mesh without axes in a file": Wrong(

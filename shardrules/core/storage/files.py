@@ -31,7 +31,10 @@ def as_path(path: Any, caller: str) -> Path:
 def open_regular(path: Path) -> FileIO:
     """Opens a file to read it; anything else that has its name, such as a pipe, raises an `OSError` at once."""
     # Opening a pipe would wait for its writer.
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except ValueError as error:  # of a name that no file can have
+        raise OSError(0, str(error), str(path)) from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(0, "it is not a regular file", str(path))

@@ -335,7 +335,7 @@ def test_an_excess_lists_the_largest_collectives(report: AuditReport) -> None:
     )
     index = lines.index("  all-gather over model: not expected, 3 runs and 98,304 wire bytes found")
     assert (
-        lines[index + 1] == f"    96.0 KiB in 3 runs: f32[256,64] at analysis/test_expect.py:{update} (jit(step)/sub)"
+        lines[index + 1] == f"    96.0 KiB in 3 runs: f32[256,64] at audits/test_expect.py:{update} (jit(step)/sub)"
     )
     index = lines.index("  all-reduce: at most 5 runs expected, 6 found")
     assert lines[index + 1].startswith("    288.0 KiB in 1 run: f32[")
@@ -653,4 +653,4 @@ def test_the_flag_of_the_documentation(here: Path) -> None:
     assert "1 failed, 1 passed" in text
     assert "the plan differs from golden/plan.json" in text
     assert "test_project.py:18: ExpectationError" in text  # the line of the test, and none of the package
-    assert "analysis/expect.py" not in text
+    assert "audits/expect.py" not in text

@@ -256,7 +256,7 @@ def test_a_trace_recorded_here_is_matched_by_name(tmp_path: Path) -> None:
     assert {time.name for time in comparison.collectives} == {collective.name for collective in report.collectives}
     matmuls = {part.name for part in comparison.missing if part.modelled_seconds > 1e-7}
     assert matmuls == set()
-    assert {time.line.rpartition(":")[0] for time in comparison.lines if time.line} == {"profile/test_compare.py"}
+    assert {time.line.rpartition(":")[0] for time in comparison.lines if time.line} == {"profiles/test_compare.py"}
     assert all(0 < device.step_seconds <= device.period_seconds * 1.5 for device in comparison.devices)
 
 

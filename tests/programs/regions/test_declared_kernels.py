@@ -21,7 +21,7 @@ from shardrules.programs.compiled.collectives import find_collectives
 from shardrules.programs.compiled.program import read_program
 from tests.programs.examples import mesh_on
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 GPUS, TPUS = "cuda:h100:8", "tpu:v5e:4x4"
 MESHES = {GPUS: "data:4,model:2", TPUS: "data:8,model:2"}
 
