@@ -62,7 +62,9 @@ def test_an_abstract_mesh_of_another_shape_comes_before_the_devices_that_are_set
 def test_inside_shard_map_the_mesh_is_the_mapped_one() -> None:
     seen = []
     with jax.set_mesh(sr.create_mesh("a:8")):
-        jax.shard_map(lambda x: seen.append(sr.meshes.current_mesh()) or x, in_specs=P("a"), out_specs=P("a"))(np.ones(8))
+        jax.shard_map(lambda x: seen.append(sr.meshes.current_mesh()) or x, in_specs=P("a"), out_specs=P("a"))(
+            np.ones(8)
+        )
     assert isinstance(seen[0], AbstractMesh)
     assert seen[0].axis_types == (AxisType.Manual,)
 

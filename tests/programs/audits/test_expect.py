@@ -334,9 +334,7 @@ def test_an_excess_lists_the_largest_collectives(report: AuditReport) -> None:
         line_number for line_number, line in enumerate(source, 1) if "jax.tree.map(lambda old, change" in line
     )
     index = lines.index("  all-gather over model: not expected, 3 runs and 98,304 wire bytes found")
-    assert (
-        lines[index + 1] == f"    96.0 KiB in 3 runs: f32[256,64] at audits/test_expect.py:{update} (jit(step)/sub)"
-    )
+    assert lines[index + 1] == f"    96.0 KiB in 3 runs: f32[256,64] at audits/test_expect.py:{update} (jit(step)/sub)"
     index = lines.index("  all-reduce: at most 5 runs expected, 6 found")
     assert lines[index + 1].startswith("    288.0 KiB in 1 run: f32[")
     assert " and 5 more at " in lines[index + 1]

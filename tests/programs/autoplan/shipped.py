@@ -119,7 +119,7 @@ SHIPPED: dict[str, Shipped] = {
         f"{OPS}tpu.paged_attention",
         lambda module: lambda *args: module.paged_attention(*args, pages_per_compute_block=4),
         (struct(4, 8, 128), PAGES, PAGES, integers(4), integers(4, 16)),
-        ("whole",),
+        ("a,a,.,.,ab..,b...,b... -> ab..,ab..,ab..",),
     ),
     "ragged paged": Shipped(
         f"{OPS}tpu.ragged_paged_attention",
@@ -127,7 +127,7 @@ SHIPPED: dict[str, Shipped] = {
             lambda *args: module.ragged_paged_attention(*args, num_kv_pages_per_block=4, num_queries_per_block=8)
         ),
         (struct(64, 8, 128), struct(64, 16, 4, 128), integers(4), integers(4, 16), integers(5), integers(1)),
-        ("whole",),
+        (".,..,.,.,.,.a.,..a. -> .a.",),
     ),
     "grouped matmul": Shipped(
         f"{OPS}tpu.megablox",
@@ -179,14 +179,14 @@ SHIPPED: dict[str, Shipped] = {
         f"{OPS}gpu.layer_norm",
         lambda module: module.layer_norm,
         (STACK, VECTOR, VECTOR),
-        ("ab.,.,. -> ab.,ab,ab", "a.,.,.,a.,a,a -> a.", "whole"),
+        ("ab.,.,. -> ab.,ab,ab", "a.,.,.,a.,a,a -> a.", "a.,.,.,a.,a,a -> .,. / a"),
         has_gradient=True,
     ),
     "rms norm": Shipped(
         f"{OPS}gpu.rms_norm",
         lambda module: module.rms_norm,
         (STACK, VECTOR, VECTOR),
-        ("ab.,.,. -> ab.,ab", "a.,.,.,a.,a -> a.", "whole"),
+        ("ab.,.,. -> ab.,ab", "a.,.,.,a.,a -> a.", "a.,.,.,a.,a -> .,. / a"),
         has_gradient=True,
     ),
     "softmax": Shipped(f"{OPS}gpu.softmax", lambda module: module.softmax, (struct(64, 128),), ("a. -> a.",)),

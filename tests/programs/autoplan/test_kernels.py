@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.megablox import gmm
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -18,10 +19,12 @@ import shardrules as sr
 from shardrules.programs.autoplan.run.local import LocalSplit, local_jaxpr
 from shardrules.programs.jaxprs.walk import equations
 from tests.programs.autoplan.models import FAST
-from tests.programs.autoplan.shipped import OPS, kernels_in, let_jax_find_cudnn, loaded, struct
+from tests.programs.autoplan.shipped import OPS, SHIPPED, kernels_in, let_jax_find_cudnn, loaded, struct
+from tests.programs.examples import mesh_on
 
 NUMBERS = np.random.default_rng(0)
 H100 = sr.Hardware.named("cuda:h100")
+MESH = "data:4,model:2"
 
 
 def real(*shape: int) -> jax.Array:
@@ -109,7 +112,7 @@ def test_the_largest_elements_of_pieces_are_compared(monkeypatch: pytest.MonkeyP
     ((equation, _),) = kernels_in(program)
     spec = P("data", None, "model")
     split = LocalSplit((*(spec,) * 3, *(P(),) * 6), (spec, P(), P()), ((), ("data", "model"), ("data", "model")))
-    names = [each.primitive.name for each in equations(local_jaxpr(equation, split, sr.create_mesh("data:4,model:2")))]
+    names = [each.primitive.name for each in equations(local_jaxpr(equation, split, sr.create_mesh(MESH)))]
     assert names.count("reduce_max") == 2
     assert "reduce_sum" not in names
 
@@ -174,6 +177,63 @@ def test_what_says_how_it_is_split_is_left_to_the_compiler() -> None:
     np.testing.assert_allclose(step(x, y), 2 * jnp.sin(x) @ y, rtol=1e-4, atol=1e-4)
     assert plan.result_specs == (P("data"),)
     assert "all-gather" not in (step.lower(x, y).compile().as_text() or "")
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_gradients_of_norms_run_in_a_plan(name: str) -> None:
+    """Each device has its own rows, and gradients of weights are added up."""
+    norm = getattr(loaded(f"{OPS}gpu.{name}"), name)
+
+    def gradients(scale: Any, bias: Any, x: Any) -> Any:
+        return jax.grad(lambda *args: jnp.sum(norm(*args, interpret=True) ** 3), (0, 1, 2))(x, scale, bias)
+
+    arrays = real(16), real(16), real(8, 4, 16)
+    mesh = sr.create_mesh("data:8")
+    pins = sr.SpecTreeShardingRule((P(), P(), P("data")))
+    plan = sr.autoplan(gradients, *arrays, mesh=mesh, hardware=FAST, pins=pins)
+    assert [finding for finding in plan.findings if finding.code == "unknown-operation"] == []
+    step, pieces = plan.jit(gradients), sr.filter_shard(arrays, plan.plan, mesh)
+    for result, expected in zip(step(*pieces), jax.jit(gradients)(*arrays), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-3)
+    assert "all-gather" not in (step.lower(*pieces).compile().as_text() or "")
+
+
+def test_paged_attention_runs_in_a_plan() -> None:
+    def decode(w: Any, x: Any, *args: Any) -> Any:
+        q = jnp.einsum("bd,dnh->bnh", x, w)
+        return loaded(f"{OPS}tpu.paged_attention").paged_attention(q, *args, pages_per_compute_block=2)
+
+    pages = jnp.asarray(NUMBERS.integers(0, 12, (8, 4)), jnp.int32)
+    lengths = jnp.array([0, 5, 16, 1, 0, 0, 7, 0], jnp.int32)
+    arrays = real(32, 8, 16), real(8, 32), real(2, 12, 4, 16), real(2, 12, 4, 16), lengths, pages
+    mesh = sr.create_mesh(MESH)
+    specs = P(None, "model"), P("data"), P("model"), P("model"), P("data"), P("data")
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        plan = sr.autoplan(decode, *arrays, mesh=mesh, hardware=FAST, pins=sr.SpecTreeShardingRule(specs))
+        result = plan.jit(decode)(*sr.filter_shard(arrays, plan.plan, mesh))
+        np.testing.assert_allclose(result, jax.jit(decode)(*arrays), rtol=1e-4, atol=1e-4)
+    assert plan.findings == ()
+    assert plan.result_specs == (P("data", "model"),)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "target", "axes", "specs", "kinds"),
+    [
+        ("paged", "tpu:v5e:2x4", MESH, (P("data", "model"), P("model"), P("model"), P("data"), P("data")), []),
+        ("ragged paged", "tpu:v5e:2x4", MESH, (P(None, "model"), P(None, None, "model"), *[P()] * 4), []),
+        ("layer norm", "cuda:h100:2", "data:2", (P("data"), P(), P()), ["all-reduce"]),
+        ("rms norm", "cuda:h100:2", "data:2", (P("data"), P(), P()), ["all-reduce"]),
+    ],
+)
+def test_compilers_take_kernels_for_pieces(name: str, target: str, axes: str, specs: Any, kinds: list[str]) -> None:
+    """Nothing is gathered, and gradients of weights are added up."""
+    shipped, mesh = SHIPPED[name], mesh_on(target, axes)
+    plan = sr.autoplan(shipped.fn, *shipped.args, mesh=mesh, pins=sr.SpecTreeShardingRule(specs))
+    report = sr.ShardingAnalyzer(mesh).audit(plan.jit(shipped.fn), *shipped.args, target=target)
+    assert [collective.kind for collective in report.collectives] == kinds
+    assert "custom-call" in (report.hlo_text or "")
 
 
 def test_gradients_of_grouped_matmuls_run_in_a_plan() -> None:

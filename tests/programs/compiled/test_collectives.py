@@ -11,7 +11,6 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.analysis import programs
 
 import shardrules as sr
 from shardrules.core.errors import MeshError, TargetError
@@ -26,6 +25,7 @@ from shardrules.programs.compiled.flow import Times
 from shardrules.programs.compiled.program import read_program
 from shardrules.programs.machine.measured import KINDS
 from shardrules.programs.machine.targets import Target
+from tests.programs import examples
 from tests.programs.examples import (
     CLOSED_FORMS,
     CPU,
@@ -98,7 +98,7 @@ def test_every_collective_has_a_line_of_python(case: ClosedForm, target: str) ->
     lines, first = inspect.getsourcelines(case.build)
     for collective in collectives_of(case, target):
         assert collective.source == collective.stack[0]
-        assert collective.stack[0].file == programs.__file__
+        assert collective.stack[0].file == examples.__file__
         assert any(first <= source.line < first + len(lines) for source in collective.stack)
         assert collective.op_name
 
@@ -477,7 +477,7 @@ def test_wire_bytes_are_rounded_up() -> None:
 
 
 def test_every_kind_is_tested_here() -> None:
-    text = inspect.getsource(inspect.getmodule(test_every_kind_is_tested_here) or programs)
+    text = inspect.getsource(inspect.getmodule(test_every_kind_is_tested_here) or examples)
     assert [kind for kind in KINDS if not re.search(rf'"{kind}"', text)] == []
 
 

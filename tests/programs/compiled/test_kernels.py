@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from tests.analysis import programs
 
 from shardrules.programs.compiled.flops import find_matmuls, total_flops
 from shardrules.programs.compiled.flow import Times
 from shardrules.programs.compiled.kernels import Kernel, find_kernels
 from shardrules.programs.compiled.program import CompiledProgram, read_program
+from tests.programs import examples
 from tests.programs.examples import (
     CLOSED_FORMS,
     CPU,
@@ -488,7 +488,7 @@ def test_results_of_scalar_kernels_are_scalars() -> None:
 def test_kernels_have_lines_of_python() -> None:
     for kernel in kernels_of(read_program(text_of("scanned", CPU))):
         if kernel.flops:
-            assert kernel.stack[0].file == programs.__file__
+            assert kernel.stack[0].file == examples.__file__
             assert "dot_general" in kernel.op_name
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.analysis import programs
 
 from shardrules.core.errors import ProgramTextError
 from shardrules.core.source import Source
 from shardrules.programs.compiled.flow import Value
 from shardrules.programs.compiled.program import Alias, CompiledProgram, read_program
 from shardrules.programs.compiled.text import ArrayType, Instruction
+from tests.programs import examples
 from tests.programs.examples import CLOSED_FORMS, CPU, TARGETS, array, compiled, mesh_on, text_of
 
 
@@ -24,7 +24,7 @@ def find(program: CompiledProgram, pattern: str) -> Instruction:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", CLOSED_FORMS, ids=lambda case: case.name)
-def test_arguments_and_results_agree_with_jax(case: programs.ClosedForm, target: str) -> None:
+def test_arguments_and_results_agree_with_jax(case: examples.ClosedForm, target: str) -> None:
     fn, args, _ = case.build(mesh_on(target, case.axes))
     program = read_program(text_of(case.name, target))
     assert (program.partition_count, program.replica_count, program.device_count) == (8, 1, 8)
@@ -79,7 +79,7 @@ def test_instructions_have_lines_of_python(target: str) -> None:
     program = read_program(text_of("column then row", target))
     gelu = find(program, "dot_general")
     source, *callers = program.stack(gelu)
-    lines, first = programs.column_then_row.__code__.co_filename, programs.column_then_row.__code__.co_firstlineno
+    lines, first = examples.column_then_row.__code__.co_filename, examples.column_then_row.__code__.co_firstlineno
     assert source.file == lines
     assert 0 < source.line - first < 4
     assert source.function.endswith("mlp")

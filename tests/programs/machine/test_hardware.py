@@ -24,7 +24,7 @@ from tests.programs.machine.test_targets import needs
 SHEETS = sheets()
 TABLES = ("matmul_rates", "collective_times")
 PAGE = REPOSITORY / "docs" / "api" / "targets.md"
-DESCRIPTIONS = REPOSITORY / "shardrules" / "analysis" / "machine" / "gpus"
+DESCRIPTIONS = REPOSITORY / "shardrules" / "programs" / "machine" / "gpus"
 
 
 def description(chip: str) -> Iterator[tuple[str, str]]:

@@ -54,6 +54,26 @@ def test_microbatches_of_a_kernel_compute_what_the_whole_batch_does() -> None:
         np.testing.assert_allclose(array, before - 0.1 * gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_microbatches_of_a_norm_add_its_gradients_up(name: str) -> None:
+    """Those of its weights are one kernel over all rows, whose program has the number of rows in it."""
+    norm = getattr(loaded(f"{OPS}gpu.{name}"), name)
+
+    def loss(weights: Any, x: Any) -> Any:
+        return jnp.mean(norm(x @ weights["w"], weights["scale"], weights["bias"], interpret=True) ** 3)
+
+    weights, x = {"w": real(8, 16), "scale": real(16) + 1, "bias": real(16)}, real(16, 4, 8)
+    plan = sr.plan_training(
+        loss, weights, optax.sgd(0.1), x, cluster=sr.create_mesh("data:8"), microbatches=2, time_limit=5
+    )
+    assert plan.report.microbatches == 2
+    new_weights, _, value = plan.step(*plan.init(lambda: weights)(), x)[:3]
+    expected, gradients = jax.value_and_grad(loss)(weights, x)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for array, before, gradient in zip(*map(jax.tree.leaves, (new_weights, weights, gradients)), strict=True):
+        np.testing.assert_allclose(array, before - 0.1 * gradient, rtol=1e-4, atol=1e-6)
+
+
 def test_a_kernel_that_asks_for_its_example_has_no_microbatches() -> None:
     def weigh(x_ref: Any, out_ref: Any) -> None:
         out_ref[...] = x_ref[...] * pl.program_id(0)

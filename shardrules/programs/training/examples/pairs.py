@@ -16,6 +16,7 @@ from shardrules.core.source import equation_line
 from shardrules.programs.autoplan.traced.calls import open_jaxpr
 from shardrules.programs.autoplan.traced.factors.grids import params_of_pieces
 from shardrules.programs.autoplan.traced.factors.grouped import kernel_loops
+from shardrules.programs.autoplan.traced.factors.retraced import SIZED, is_made_again
 from shardrules.programs.autoplan.traced.factors.table import op_signature
 from shardrules.programs.jaxprs.walk import programs_in
 from shardrules.programs.training.examples.equality import equal_values
@@ -190,6 +191,9 @@ _SIZES_OF_KERNELS = ("grid_mapping", "out_avals", "cost_estimate")
 def _other_kernel(equation: Any, other: Any, counts: Counts) -> str:
     """What two Pallas kernels differ in; empty where they do the same with each block, at more or fewer positions."""
     params, others = equation.params, other.params
+    op = op_signature(equation, [True] * len(equation.outvars))
+    if op is not None and is_made_again(op, [var.aval.shape for var in other.invars], others):
+        params = {**params, **{name: others[name] for name in SIZED}}
     names = [
         "program" if name == "jaxpr" else name
         for name in params
@@ -204,7 +208,6 @@ def _other_kernel(equation: Any, other: Any, counts: Counts) -> str:
     if not equal_values(of_same_size, partner):
         names.append("map of blocks")
     if mapping.grid != partner.grid:
-        op = op_signature(equation, [True] * len(equation.outvars))
         loops = None if op is None else kernel_loops(op)
         axes = {} if loops is None else loops.sizes
         lengths = zip(mapping.grid, partner.grid, strict=False)

@@ -15,7 +15,7 @@ from shardrules.programs.training.examples.pairs import Counts
 
 _SUMMING = (
     *("reduce_sum", "dot_general", "ragged_dot_general", "conv_general_dilated", "scatter-add", "scatter-sub"),
-    *("region", BACKWARD, *SCALED_DOTS),
+    *("region", "pallas_call", BACKWARD, *SCALED_DOTS),
 )
 """Primitives whose results are sums over the factors that they reduce."""
 

@@ -12,10 +12,10 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.analysis import audited
 
 import shardrules as sr
 from shardrules.programs.audits.report import AuditReport
+from tests.programs.audits import audited
 from tests.programs.audits.audited import (
     BATCH,
     DEPTH,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, make_group_metadata, tgmm
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
@@ -31,8 +32,12 @@ def kernel(fn: Any, *args: Any) -> Any:
 
 
 def check(equation: Any, args: list[Any], split: LocalSplit) -> None:
+    compare(equation, args, local_jaxpr(equation, split, sr.create_mesh(MESH)))
+
+
+def compare(equation: Any, args: list[Any], program: Any) -> None:
     whole = equation.primitive.bind(*args, **equation.params)
-    pieces = jax.jit(jaxpr_as_fun(local_jaxpr(equation, split, sr.create_mesh(MESH))))(*args)
+    pieces = jax.jit(jaxpr_as_fun(program))(*args)
     for result, expected in zip(pieces, whole, strict=True):
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
 
@@ -111,3 +116,73 @@ def test_grouped_rows_are_summed(sizes: tuple[int, ...]) -> None:
     split = LocalSplit((*[P()] * 5, P("data"), P("data", "model")), (P(None, None, "model"),), (("data",),))
     equation = kernel(multiply, x, y, jnp.array(sizes, jnp.int32))
     check(equation, [*tables(sizes, True), x, y], split)
+
+
+def interpreted(equation: Any, how: Any) -> Any:
+    """A kernel that does not offer to be interpreted."""
+    return equation.replace(params={**equation.params, "interpret": how})
+
+
+@pytest.mark.parametrize("axes", [("data", None), (None, "model"), ("data", "model")])
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({}, [0, 5, 16, 1, 0, 0, 7, 0]),
+        # Of empty examples this one leaves the results as they were in memory.
+        ({"inline_seq_dim": False, "attn_logits_soft_cap": 5.0}, [3, 5, 16, 1, 2, 9, 7, 4]),
+    ],
+)
+def test_paged_attention_runs_on_examples_and_heads(
+    axes: tuple[Any, Any], options: dict[str, Any], sizes: list[int]
+) -> None:
+    examples, heads = axes
+    keys, queries = P(heads), P(examples, heads)
+    lengths = jnp.array(sizes, jnp.int32)
+    pages = jnp.asarray(NUMBERS.integers(0, 12, (8, 4)), jnp.int32)
+    k, v, q = real(2, 12, 4, 16), real(2, 12, 4, 16), real(8, 4, 16)
+
+    def attend(*args: Any) -> Any:
+        return loaded(f"{OPS}tpu.paged_attention").paged_attention(*args, pages_per_compute_block=2, **options)
+
+    operands = [lengths, pages.reshape(-1), jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32), q[:, :, None], k, v]
+    specs = (P(examples), P(examples), P(), P(), queries, keys, keys)
+    # With the copies between the memories of a TPU, and an error where one is out of bounds.
+    equation = interpreted(kernel(attend, q, k, v, lengths, pages), pltpu.InterpretParams())
+    check(equation, operands, LocalSplit(specs, (queries,) * 3, ((),) * 3))
+
+
+@pytest.mark.parametrize("options", [{}, {"sm_scale": 0.3, "soft_cap": 5.0, "sliding_window": 3, "v_scale": 0.7}])
+def test_ragged_paged_attention_runs_on_heads(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, starts = jnp.array([9, 20, 3, 0], jnp.int32), jnp.array([0, 4, 5, 8, 8], jnp.int32)
+    pages, count = jnp.asarray(NUMBERS.integers(0, 12, (4, 6)), jnp.int32), jnp.array([3], jnp.int32)
+    q, keys = real(16, 4, 128), real(12, 4, 4, 128)
+
+    def attend(*args: Any) -> Any:
+        module = loaded(f"{OPS}tpu.ragged_paged_attention")
+        return module.ragged_paged_attention(*args, num_kv_pages_per_block=2, num_queries_per_block=8, **options)
+
+    operands = [lengths, pages, starts, jnp.zeros(2, jnp.int32), count, q, keys]
+    heads = P(None, "model")
+    split = LocalSplit((*[P()] * 5, heads, P(None, None, "model")), (heads,), ((),))
+    equation = interpreted(kernel(attend, q, keys, lengths, pages, starts, count), True)
+    program = local_jaxpr(equation, split, sr.create_mesh(MESH))
+    # JAX asks integers of a program for their shape when it interprets a store with a mask, and these lack it.
+    integer: Any = jax.make_jaxpr(lambda x: x + 1)(0).eqns[0].invars[1]
+    monkeypatch.setattr(type(integer.val), "shape", (), raising=False)
+    compare(equation, operands, program)
+
+
+@pytest.mark.parametrize(("name", "moments"), [("layer_norm", 2), ("rms_norm", 1)])
+def test_gradients_of_norms_are_sums_over_rows(name: str, moments: int) -> None:
+    rows, weight, row = real(24, 40), real(40), real(24)
+
+    def gradients(x: Any, weight: Any, bias: Any, gradient: Any, *moments: Any) -> Any:
+        backward = getattr(loaded(f"{OPS}gpu.{name}"), f"{name}_backward")
+        return backward(None, None, 1e-5, "triton", True, (x, weight, bias, *moments), gradient)[1:]
+
+    operands = [rows, weight, weight, rows + 1, *[row] * moments]
+    equation = [
+        each for each in equations(jax.make_jaxpr(gradients)(*operands)) if each.primitive.name == "pallas_call"
+    ][1]
+    specs = (P("data"), P(), P(), P("data"), *[P("data")] * moments)
+    check(equation, operands, LocalSplit(specs, (P(), P()), (("data",), ("data",))))

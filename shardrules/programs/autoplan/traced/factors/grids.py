@@ -7,7 +7,6 @@ have.
 """
 
 import math
-import pathlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 
 from shardrules.programs.autoplan.traced.calls import open_jaxpr
 from shardrules.programs.autoplan.traced.factors.loops import Loops, OpSignature, whole
+from shardrules.programs.autoplan.traced.factors.retraced import is_from, retraced_loops, retraced_params
 from shardrules.programs.jaxprs.walk import equations, programs_in
 
 
@@ -32,6 +32,9 @@ class _Block:
 def grid_loops(op: OpSignature) -> Loops | None:
     """Dims of the grid may be split where each position reads and writes blocks of its own, and the kernel does not ask
     for its position. Others are whole."""
+    retraced = retraced_loops(op)
+    if retraced is not None:
+        return retraced
     mapping = op.params["grid_mapping"]
     first = len(op.operands) - mapping.num_inputs
     names: list[list[Hashable]] = [list(whole(shape)) for shape in (*op.operands[first:], *op.results)]
@@ -54,6 +57,9 @@ def grid_loops(op: OpSignature) -> Loops | None:
 
 def params_of_pieces(op: OpSignature, loops: Loops, shapes: Sequence[tuple[int, ...]]) -> dict[str, Any]:
     """Returns the parameters that a kernel has for pieces of its operands, which have these shapes."""
+    retraced = retraced_params(op, shapes)
+    if retraced is not None:
+        return retraced
     params = op.params
     mapping, first = params["grid_mapping"], len(shapes) - params["grid_mapping"].num_inputs
     pieces: dict[Hashable, int] = {}
@@ -218,17 +224,9 @@ def _hands_on(params: Mapping[str, Any], axis: int, blocks: Sequence[_Block | No
     )
 
 
-_STARTING_ANEW = ("splash_attention/splash_attention_kernel.py", "megablox/gmm.py")
+_STARTING_ANEW = ("tpu/splash_attention/splash_attention_kernel.py", "tpu/megablox/gmm.py")
 """Modules of JAX whose kernels start anew with their scratch wherever they write other blocks, by what they ask of
 their position: read in the sources of JAX 0.10 and 0.12. They declare few dims parallel."""
-
-_KERNELS_OF_JAX = pathlib.Path(jax.__file__).parent / "experimental" / "pallas" / "ops" / "tpu"
-
-
-def is_from(params: Mapping[str, Any], *modules: str) -> bool:
-    """Whether a kernel is written in one of these modules of the installed JAX, and not in a copy of it."""
-    source = str(getattr(params["jaxpr"].debug_info, "func_src_info", "")).replace("\\", "/")
-    return any(f" at {(_KERNELS_OF_JAX / module).as_posix()}:" in source for module in modules)
 
 
 def _semantics(params: Mapping[str, Any]) -> list[str]:

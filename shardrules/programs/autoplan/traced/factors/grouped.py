@@ -7,8 +7,9 @@ a device makes those of its own rows.
 from collections.abc import Hashable
 from typing import Any
 
-from shardrules.programs.autoplan.traced.factors.grids import grid_loops, is_from
+from shardrules.programs.autoplan.traced.factors.grids import grid_loops
 from shardrules.programs.autoplan.traced.factors.loops import Loops, OpSignature, whole
+from shardrules.programs.autoplan.traced.factors.retraced import is_from
 
 ROWS = "rows"
 """The loop over tiles of rows."""
@@ -25,7 +26,8 @@ _OPERANDS = range(2, 4)
 
 def kernel_loops(op: OpSignature) -> Loops | None:
     """Dims of the grid may be split where each position reads and writes blocks of its own, and the kernel does not ask
-    for its position; and rows of `megablox`, into whole tiles. Others are whole."""
+    for its position; rows of `megablox`, into whole tiles; and loops for whose pieces JAX makes the kernel again.
+    Others are whole."""
     loops = grid_loops(op)
     if not is_grouped(op.params):
         return loops
@@ -48,7 +50,7 @@ def kernel_loops(op: OpSignature) -> Loops | None:
 def is_grouped(params: Any) -> bool:
     """Whether a Pallas kernel is one of `megablox`, as JAX has them."""
     mapping = params["grid_mapping"]
-    if not is_from(params, "megablox/gmm.py") or mapping.num_inputs not in _OPERANDS:
+    if not is_from(params, "tpu/megablox/gmm.py") or mapping.num_inputs not in _OPERANDS:
         return False
     aliases = dict(params["input_output_aliases"])
     # Operands are numbered with the tables, without the number of tiles.
