@@ -16,44 +16,27 @@ from shardrules.programs.autoplan.answer.plan import AutoPlan
 from shardrules.programs.autoplan.run.replay import NEAR_RATIO
 from shardrules.programs.compiling.model_flops import model_matmuls
 from shardrules.programs.training.answer.plan import TrainingPlan
-from shardrules.programs.training.answer.prove import Proofs, fastest_of_all, plans_to_prove
+from shardrules.programs.training.answer.prove import TrainingProof
 from shardrules.programs.training.answer.report import Advice, TrainingCandidate, TrainingPlanReport
 from shardrules.programs.training.answer.tokens import token_count
 from shardrules.programs.training.search.problem import Outcome, TrainingProblem, argument_bytes, plan_once
 from shardrules.programs.training.search.search import TrainingSearch
-from shardrules.programs.training.search.staged import search_again
 from shardrules.programs.training.stages.run import is_stage_exchange
 from shardrules.programs.training.step import Recipe, states_of
 
-_MOST_SEARCHES = 3
-"""How often plans are searched for, with more room each time that none fits once it is compiled. The second search
-knows what the model of memory is off by; twice as many hardly find more."""
-
 
 def proved_plan(search: TrainingSearch, count: int) -> TrainingPlan:
-    """Returns the best plan of a search by the compiler: never a worse one than by the model alone.
-
-    It compiles the plan that is returned without proof, then the fastest of all, whatever the model says of its memory,
-    then others of the best few, and more if none of them fits.
-    """
+    """Returns the best plan of a search by the compiler: never a worse one than by the model alone."""
     plain = search.best or search.smallest
     assert plain is not None, "something was planned"
-    proofs = Proofs(search.problem, search.deadline, search.progress)
-    proofs.add(plain)
-    fastest = fastest_of_all(search, plain)
-    while fastest and not proofs.add(fastest.pop(0)):
-        pass
-    for _ in range(_MOST_SEARCHES):
-        for outcome in plans_to_prove(search.fitting, count) or [search.smallest]:
-            assert outcome is not None, "something was planned"
-            proofs.add(outcome)
-        if proofs.fits or search.is_over or not proofs.factor or not search_again(search, proofs.factor):
-            break
-    chosen = proofs.best(plain)
-    return training_plan(search, chosen, proofs)
+    proof = TrainingProof.of(search.problem, search.deadline, search.progress)
+    proof.compilations.run(proof.groups(search, plain, count))
+    return training_plan(search, proof.best(plain), proof)
 
 
-def training_plan(search: TrainingSearch, chosen: Outcome | None = None, proofs: Proofs | None = None) -> TrainingPlan:
+def training_plan(
+    search: TrainingSearch, chosen: Outcome | None = None, proof: TrainingProof | None = None
+) -> TrainingPlan:
     """Returns the best plan of a search, or the one that was `chosen` by what compilers say."""
     problem = search.problem
     outcome = chosen or search.best or search.smallest
@@ -64,7 +47,7 @@ def training_plan(search: TrainingSearch, chosen: Outcome | None = None, proofs:
     flops, peak = remarks.of("the FLOPs of the model", lambda: _model_flops(problem), (0, 0.0))
     regions = remarks.of("how regions run", lambda: planned.regions, ())
     advice = _advice(search, outcome, remarks)
-    findings = remarks.each("what else is worth knowing", _findings(search, outcome, planned, proofs))
+    findings = remarks.each("what else is worth knowing", _findings(search, outcome, planned, proof))
     report = TrainingPlanReport(
         name_of(problem.step.loss),
         problem.cluster.name,
@@ -89,7 +72,7 @@ def training_plan(search: TrainingSearch, chosen: Outcome | None = None, proofs:
         tuple(planned.sent_bytes.items()),
         remarks.of("along which dims the plan splits", lambda: planned.split_dims, ()),
         tuple(use for use in regions if outcome.recipe.stages == 1 or not is_stage_exchange(use.name)),
-        tuple(_candidates(search, outcome, is_proved=proofs is not None and proofs.fits)),
+        tuple(_candidates(search, outcome, is_proved=proof is not None and proof.compilations.has_fitting)),
         remarks.of("what memory is worth", lambda: _frontier(search), ()),
         advice,
         (*findings, *remarks.findings),
@@ -99,7 +82,7 @@ def training_plan(search: TrainingSearch, chosen: Outcome | None = None, proofs:
         outcome.recipe.chunks,
     )
     outcomes = (outcome, *(other for other in search.fitting if other is not outcome))
-    return TrainingPlan(step, planned, report, problem, outcomes, () if proofs is None else proofs.ranked)
+    return TrainingPlan(step, planned, report, problem, outcomes, () if proof is None else proof.ranked)
 
 
 def _model_flops(problem: TrainingProblem) -> tuple[int, float]:
@@ -284,10 +267,12 @@ def _scaled(problem: TrainingProblem, other: TrainingProblem, chosen: Outcome) -
     return (shape[0] * factor, *shape[1:]), recipe
 
 
-def _findings(search: TrainingSearch, outcome: Outcome, planned: AutoPlan, proofs: Proofs | None) -> Iterator[Finding]:
+def _findings(
+    search: TrainingSearch, outcome: Outcome, planned: AutoPlan, proof: TrainingProof | None
+) -> Iterator[Finding]:
     limit = search.problem.limit_bytes
-    if proofs is not None:
-        yield from proofs.findings(outcome)
+    if proof is not None:
+        yield from proof.findings(outcome)
     elif search.best is None:
         yield Finding(
             "warning",

@@ -20,7 +20,7 @@ from shardrules.programs.autoplan.answer.plan import AutoPlan
 from shardrules.programs.autoplan.run.replay import PlannedFunction, concrete_mesh
 from shardrules.programs.costs.step_time import StepTime
 from shardrules.programs.pipelines.schedule import PipelineSchedule
-from shardrules.programs.training.answer.prove import Proofs, ProvedPlan, plans_to_prove
+from shardrules.programs.training.answer.prove import ProvedPlan, TrainingProof, plans_to_prove
 from shardrules.programs.training.answer.report import TrainingCandidate, TrainingPlanReport
 from shardrules.programs.training.search.problem import Outcome, TrainingProblem
 from shardrules.programs.training.step import Recipe, TrainingStep
@@ -145,12 +145,11 @@ class TrainingPlan:
         """
         if type(count) is not int or count < 1:
             raise ConfigError(f"count must be how many plans to compile, got {count!r}")
-        proofs = Proofs(self._problem)
-        for outcome in plans_to_prove(self._outcomes, count):
-            proofs.add(outcome)
-        if not proofs.proved:
-            raise next(iter(proofs.errors.values()))
-        return proofs.ranked
+        proof = TrainingProof.of(self._problem)
+        proof.compilations.run([outcome] for outcome in plans_to_prove(self._outcomes, count))
+        if not proof.proved:
+            raise next(iter(proof.compilations.errors.values()))
+        return proof.ranked
 
     def to_json(self) -> str:
         """Returns the report as JSON, which `TrainingPlanReport.from_json` reads."""

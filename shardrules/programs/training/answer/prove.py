@@ -1,27 +1,29 @@
 """What the compiler makes of training plans."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Self, final
 
 import attrs
 from jax.sharding import Mesh
 
 from shardrules.core.check import bytes_text
-from shardrules.core.errors import CompileError, DoesNotFitError
+from shardrules.core.errors import CompileError
 from shardrules.core.finding import Finding
 from shardrules.programs.audits.audit import audit
 from shardrules.programs.audits.report import AuditReport
-from shardrules.programs.autoplan.answer.prove import LONGER, cut_short, failure_findings, failure_text, not_compiled
+from shardrules.programs.autoplan.answer.compilations import Compilations
 from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.machine.flags import read_flags
 from shardrules.programs.training.search.problem import Outcome, TrainingProblem
 from shardrules.programs.training.search.search import TrainingSearch
+from shardrules.programs.training.search.staged import search_again
 
 _ALIKE = 0.03
-"""By what part plans take longer than the best that compilers may make faster: steps of decoders compiled for TPUs had
-such plans the other way round by 3 and 4 %. With half of it, some that are faster are not compiled early; with twice as
-much, the second plan that is compiled is often slower."""
+"""The part by which plans take longer than the best that compilers may make faster, chosen by hand: steps of decoders
+compiled for TPUs had such plans the other way round by 3 and 4 %."""
+
+_MOST_SEARCHES = 3
+"""The searches for plans at most, with more room each time that none fits once it is compiled; chosen by hand."""
 
 
 @final
@@ -130,49 +132,47 @@ def fastest_of_all(search: TrainingSearch, plain: Outcome) -> list[Outcome]:
 
 
 @final
-@attrs.define(eq=False)
-class Proofs:
-    """What the compiler made of plans so far."""
+@attrs.frozen(eq=False)
+class TrainingProof:
+    """The plans that were compiled, and what each shows."""
 
     problem: TrainingProblem
-    deadline: Deadline = NO_DEADLINE
-    progress: Callable[[str], None] = lambda text: None
-    proved: dict[Outcome, ProvedPlan] = attrs.field(factory=dict)
-    errors: dict[Outcome, Exception] = attrs.field(factory=dict)
-    """Plans that it refused for their size, or failed at."""
-    longest_seconds: float = 0.0
-    is_cut: bool = False
-    """Whether there was no time for a plan."""
+    compilations: Compilations[Outcome]
+    proved: dict[Outcome, ProvedPlan]
+    """The plans that the compiler neither failed at nor refused for their size."""
 
-    def add(self, outcome: Outcome) -> bool:
-        """Compiles a plan, unless that was done before, and returns whether it fits.
+    @classmethod
+    def of(
+        cls,
+        problem: TrainingProblem,
+        deadline: Deadline = NO_DEADLINE,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> Self:
+        """Returns a proof in which nothing is compiled yet."""
+        proved: dict[Outcome, ProvedPlan] = {}
 
-        Without time for it, only the first is compiled.
-        """
-        if outcome in self.proved or outcome in self.errors:
-            return outcome in self.proved and self.proved[outcome].fits
-        if self.count and self.deadline.seconds_left <= LONGER * self.longest_seconds:
-            self.is_cut = True
-            return False
-        self.progress(f"compiling {outcome.mesh}, {outcome.recipe}")
-        start = time.monotonic()
-        try:
-            self.proved[outcome] = prove_outcome(self.problem, outcome)
-        except Exception as error:  # noqa: BLE001  whatever a compiler does, no search is lost
-            self.errors[outcome] = error
-            return False
-        finally:
-            self.longest_seconds = max(self.longest_seconds, time.monotonic() - start)
-        return self.proved[outcome].fits
+        def compiled(outcome: Outcome) -> tuple[int, str]:
+            progress(f"compiling {outcome.mesh}, {outcome.recipe}")
+            proved[outcome] = proof = prove_outcome(problem, outcome)
+            return proof.peak_bytes, proof.flag
 
-    @property
-    def count(self) -> int:
-        """How many plans the compiler was asked about."""
-        return len(self.proved) + len(self.errors)
+        return cls(problem, Compilations(lambda outcome: outcome, compiled, problem.limit_bytes, deadline), proved)
+
+    def groups(self, search: TrainingSearch, plain: Outcome, count: int) -> Iterator[Iterable[Outcome]]:
+        """Yields the plan that is returned without proof, the fastest of all, others of the best few, and more of these
+        if none of them fits."""
+        yield [plain]
+        yield fastest_of_all(search, plain)
+        for _ in range(_MOST_SEARCHES):
+            outcomes = plans_to_prove(search.fitting, count)
+            yield from ([outcome] for outcome in outcomes or [search.smallest or plain])
+            factor = self.factor
+            if self.compilations.has_fitting or search.is_over or not factor or not search_again(search, factor):
+                return
 
     @property
     def ranked(self) -> tuple[ProvedPlan, ...]:
-        """What was compiled, the best first: those that fit by their time, then the others by what they need."""
+        """What was compiled, the best first: plans that fit by their time, then the others by what they need."""
         return tuple(
             sorted(
                 self.proved.values(),
@@ -181,50 +181,33 @@ class Proofs:
         )
 
     @property
-    def fits(self) -> bool:
-        """Whether anything that was compiled fits."""
-        return any(proof.fits for proof in self.proved.values())
-
-    @property
-    def needed_bytes(self) -> dict[Outcome, int]:
-        """What plans need by the compiler, also those that it refused, if it says so."""
-        errors = {outcome: error for outcome, error in self.errors.items() if isinstance(error, DoesNotFitError)}
-        return {outcome: proof.peak_bytes for outcome, proof in self.proved.items()} | {
-            outcome: error.needed_bytes for outcome, error in errors.items()
-        }
-
-    @property
     def factor(self) -> float:
         """What the model says that plans take over what they need, for the one of which it says most: it is off by
         about as much for others of the same step. 0 if nothing is known."""
-        pairs = [(outcome, needed) for outcome, needed in self.needed_bytes.items() if needed]
-        fitting = [(outcome, needed) for outcome, needed in pairs if outcome.fits]
-        return max((outcome.peak_bytes / needed for outcome, needed in fitting or pairs), default=0.0)
+        peaks = self.compilations.peaks
+        fitting = [outcome for outcome in peaks if outcome.fits]
+        return max((outcome.peak_bytes / peaks[outcome] for outcome in fitting or peaks), default=0.0)
 
     def best(self, plain: Outcome) -> Outcome:
-        """Returns the fastest of those that fit once compiled; if there is none, `plain`, which the model says fits,
-        unless the compiler refutes it; else what needs least."""
-        if not self.proved or (not self.fits and plain.fits and plain not in self.needed_bytes):
+        """Returns the fastest of the plans that fit once compiled; if there is none, `plain`, which the model says
+        fits, unless the compiler refutes it; else what needs least."""
+        compilations = self.compilations
+        is_open = plain.fits and plain not in compilations.peaks
+        if not self.proved or (not compilations.has_fitting and is_open):
             return plain
         first = self.ranked[0]
         return next(outcome for outcome, proof in self.proved.items() if proof is first)
 
     def findings(self, chosen: Outcome) -> Iterator[Finding]:
         """Yields what is proved of the plan that is returned, and what is not."""
-        limit, needed = self.problem.limit_bytes, self.needed_bytes
-        if chosen not in needed:
-            yield not_compiled(chosen in self.errors, chosen.peak_bytes, limit, [*needed.values()])
-        elif not self.fits:
-            yield Finding(
-                "warning",
-                "does-not-fit",
-                f"no plan that was compiled fits in {bytes_text(limit)}; this one needs {bytes_text(needed[chosen])}",
-                remedy="Use more devices, or a smaller batch",
-            )
-        else:
+        compilations = self.compilations
+        if chosen not in compilations.peaks:
+            yield compilations.not_compiled(chosen, chosen.peak_bytes)
+        elif compilations.has_fitting:
             yield Finding("note", "compiled", str(self.proved[chosen]))
-        if self.is_cut:
-            yield cut_short(self.count)
-        failures = [failure_text(error) for outcome, error in self.errors.items() if outcome not in needed]
-        flags = [proof.flag for proof in self.proved.values() if proof.flag]
-        yield from failure_findings(failures, flags, self.count)
+        else:
+            limit, needed = bytes_text(self.problem.limit_bytes), bytes_text(compilations.peaks[chosen])
+            message = f"no plan that was compiled fits in {limit}; this one needs {needed}"
+            yield Finding("warning", "does-not-fit", message, remedy="Use more devices, or a smaller batch")
+        yield from compilations.cut_short()
+        yield from compilations.failed()

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.core.errors import CompileError
-from shardrules.programs.autoplan.answer.plan import CompiledPlan
-from shardrules.programs.autoplan.answer.prove import _Compilations, device_mesh
+from shardrules.programs.autoplan.answer.compilations import Compilations
+from shardrules.programs.autoplan.answer.prove import _Proof, device_mesh
 from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE
 from shardrules.programs.autoplan.solve.search import Task
 from shardrules.programs.autoplan.solve.trials import Trials
@@ -142,7 +142,7 @@ def test_the_last_that_there_is_time_for_leaves_most_room(monkeypatch: pytest.Mo
     compiler_peaks(monkeypatch, [free.peak_bytes * 1.3, free.peak_bytes])
     # As if compiling had taken nearly half of the time.
     monkeypatch.setattr(
-        "shardrules.programs.autoplan.answer.prove.time", SimpleNamespace(monotonic=iter((0, 450) * 9).__next__)
+        "shardrules.programs.autoplan.answer.compilations.time", SimpleNamespace(monotonic=iter((0, 450) * 9).__next__)
     )
     plan = plan_of(free.peak_bytes, time_limit=800, prove=True)
     assert aims[2] == pytest.approx(0.8 * plan.memory_limit)
@@ -178,7 +178,7 @@ def test_the_plan_without_proof_is_compiled_first_and_kept_where_nothing_better_
 
 def test_without_time_for_a_second_the_plan_without_proof_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 0.9 * plan_of().peak_bytes
-    monkeypatch.setattr(_Compilations, "is_late", property(lambda compilations: len(compilations.compiled) > 0))
+    monkeypatch.setattr(Compilations, "is_late", property(lambda compilations: len(compilations.peaks) > 0))
     compiler_peaks(monkeypatch, [limit])
     plan = plan_of(limit, prove=True)
     assert plan.choice == plan_of(limit).choice
@@ -245,25 +245,26 @@ def test_faster_plans_follow_that_only_the_factor_of_another_rules_out() -> None
     trials = {trial.origin: trial for trial in free.result.patterns}
     faster, slow = trials["data parallel, ZeRO-3"], trials["sequence parallel, ZeRO-3"]
     plan = plan_of(1.1 * slow.peak_bytes)
-    failure, limit = CompiledPlan(free.cost, free.peak_bytes, 9 * plan.memory_limit), plan.memory_limit
-    success = CompiledPlan(slow.cost, int(slow.peak_bytes), limit)
-    slow_plan = attrs.evolve(plan, result=plan.task.with_choice(plan.result, slow.choice))
-    compiled = {free.choice: (plan, failure), slow.choice: (slow_plan, success)}
-    compilations = _Compilations(plan, train, sr.create_mesh("data:8"), NO_DEADLINE, compiled)
-    compilations.choices = dict.fromkeys([*compiled, faster.choice])
-    corrected = compilations.corrected(plan.task, free.choice)
+    limit = plan.memory_limit
+    proof = _Proof.of(plan, train, sr.create_mesh("data:8"), NO_DEADLINE)
+    for trial, nbytes in ((free.choice, 9 * limit), (slow.choice, limit)):
+        proof.compilations.plans[trial] = attrs.evolve(plan, result=plan.task.with_choice(plan.result, trial))
+        proof.compilations.peaks[trial] = nbytes
+    proof.choices = dict.fromkeys([free.choice, slow.choice, faster.choice])
+    corrected = proof.corrected(plan.task, free.choice)
     assert corrected.occupancy.peak(faster.choice) > limit
-    assert compilations.next_choice(corrected) == faster.choice
+    assert proof.next_choice(corrected) == faster.choice
     # What hardly gains anything is not compiled.
-    compilations.compiled[faster.choice] = plan, attrs.evolve(success, seconds=faster.cost)
-    compilations.choices |= dict.fromkeys([trials["data parallel, ZeRO-1"].choice])
-    assert compilations.next_choice(corrected) is None
+    faster_plan = attrs.evolve(plan, result=plan.task.with_choice(plan.result, faster.choice))
+    proof.compilations.plans[faster.choice], proof.compilations.peaks[faster.choice] = faster_plan, limit
+    proof.choices |= dict.fromkeys([trials["data parallel, ZeRO-1"].choice])
+    assert proof.next_choice(corrected) is None
 
 
 def test_a_proof_that_time_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     free = plan_of()
     limit = free.peak_bytes * 1.05
-    monkeypatch.setattr(_Compilations, "is_late", property(lambda compilations: len(compilations.compiled) > 1))
+    monkeypatch.setattr(Compilations, "is_late", property(lambda compilations: len(compilations.peaks) > 1))
     compiler_peaks(monkeypatch, [free.peak_bytes * 1.3, free.peak_bytes / 2])
     plan = plan_of(limit, prove=True)
     assert [trial.is_chosen for trial in plan.compiled] == [False, True]

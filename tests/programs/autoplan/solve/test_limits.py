@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.core.check import bytes_text
-from shardrules.programs.autoplan.answer.plan import AutoPlan, CompiledPlan
-from shardrules.programs.autoplan.answer.prove import _Compilations
+from shardrules.programs.autoplan.answer.plan import AutoPlan
+from shardrules.programs.autoplan.answer.prove import _Proof
 from shardrules.programs.autoplan.graph.problem import ChosenMove, Problem
 from shardrules.programs.autoplan.query import Query, QueryOptions, read_query
 from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
@@ -127,12 +127,11 @@ def test_what_fits_as_compilers_that_save_memory_have_it_is_taken() -> None:
 
 def test_the_factor_of_a_function_is_of_what_is_predicted() -> None:
     plan = gathered_again(mesh=MESH, hardware=sr.Hardware.named("cuda:h100"))
-    compilations = _Compilations(plan, layers, sr.create_mesh("data:4", devices=jax.devices()[:4]), NO_DEADLINE)
-    trial = CompiledPlan(plan.cost, plan.peak_bytes, int(0.8 * plan.peak_bytes))
-    compilations.compiled[plan.choice] = plan, trial
-    corrected = compilations.corrected(plan.task, plan.choice)
-    assert corrected.compiled_peak(plan.choice) == pytest.approx(trial.peak_bytes, rel=1e-3)
-    assert compilations.corrected(corrected, plan.choice) is corrected
+    proof = _Proof.of(plan, layers, sr.create_mesh("data:4", devices=jax.devices()[:4]), NO_DEADLINE)
+    proof.compilations.peaks[plan.choice] = int(0.8 * plan.peak_bytes)
+    corrected = proof.corrected(plan.task, plan.choice)
+    assert corrected.compiled_peak(plan.choice) == pytest.approx(0.8 * plan.peak_bytes, rel=1e-3)
+    assert proof.corrected(corrected, plan.choice) is corrected
 
 
 @pytest.mark.slow
