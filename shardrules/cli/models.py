@@ -14,9 +14,9 @@ from shardrules.cli.files import named_path, read_text
 from shardrules.cli.objects import NamedObject, has_arrays, load_object
 from shardrules.core.errors import PlanError
 from shardrules.core.rule import ShardingPlan
-from shardrules.core.storage.records import is_cut_off
+from shardrules.core.storage.records import Format, is_cut_off
 from shardrules.core.storage.records import read_json as parse_json
-from shardrules.programs.autoplan.answer import version
+from shardrules.programs.autoplan.answer.version import AUTOPLAN, TRAINING_PLAN
 from shardrules.rules.text import is_object_name
 
 FORMS = (
@@ -64,8 +64,7 @@ def load_model(text: str) -> Model:
     raise UsageError(f"cannot read {text} as a model: {FORMS}")
 
 
-FORMAT = 1
-"""The version of the layout of the JSON of two plans. Raise it with a change that older readers would misread."""
+PLANS = Format("shardrules_plans", 1)
 
 _KINDS = {
     "shardrules": "a plan",
@@ -87,14 +86,11 @@ def read_plan(path: Path) -> ShardingPlan:
     text = read_text(path)
     data = read_json(path, text)
     # Autoplan and train-plan have the plan beside their figures, and with an optimizer there are two plans.
-    for key, part, read_format in (
-        ("shardrules_autoplan", "plan", version.FORMAT),
-        ("shardrules_train_plan", "plan", version.TRAINING_FORMAT),
-        ("shardrules_plans", "model", FORMAT),
-    ):
+    for each, part in ((AUTOPLAN, "plan"), (TRAINING_PLAN, "plan"), (PLANS, "model")):
+        key = each.key
         if isinstance(data, dict) and key in data and part in data:
-            if data[key] != read_format:
-                raise UsageError(f"{path} has format {data[key]!r} of {key}, and this version reads {read_format}")
+            if data[key] != each.version:
+                raise UsageError(f"{path} has format {data[key]!r} of {key}, and this version reads {each.version}")
             text = json.dumps(data[part])
     try:
         return ShardingPlan.from_json(text)
@@ -107,7 +103,7 @@ def read_plan(path: Path) -> ShardingPlan:
 
 def is_of_arguments(text: str) -> bool:
     """Returns whether the JSON of a plan is of all arguments of a step, as those of autoplan and train-plan are."""
-    return any(f'"{key}"' in text[:100] for key in ("shardrules_autoplan", "shardrules_train_plan"))
+    return any(f'"{key}"' in text[:100] for key in (AUTOPLAN.key, TRAINING_PLAN.key))
 
 
 def kind_of(data: Any) -> str:

@@ -1,6 +1,5 @@
 """What a move carries, from where to where, and what it takes, before it is made."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, final
 
@@ -11,6 +10,7 @@ from shardrules.core.axes import mesh_text
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import common_path, shape_text, template
 from shardrules.core.spec import array_bytes, packs_on, spec_repr
+from shardrules.core.storage.records import Format
 from shardrules.core.views.blocks import ranges
 from shardrules.core.views.table import MOST_ROWS, aligned
 from shardrules.moves.assemble import moves_in_memory
@@ -211,8 +211,7 @@ class ReshardPlan:
             }
             for device, peak in self.peak_bytes.items()
         }
-        data = {"shardrules_moves": FORMAT, "arrays": arrays, "devices": devices, "donate": self.donate}
-        return json.dumps(data, indent=1)
+        return _FORMAT.write({"arrays": arrays, "devices": devices, "donate": self.donate})
 
     def __str__(self) -> str:
         rows = list(_rows(self.moves))
@@ -246,8 +245,7 @@ def _count_equal(moves: Sequence[LeafMove]) -> list[tuple[LeafMove, int]]:
     return list(counts.values())
 
 
-FORMAT = 1
-"""The version of the layout of the JSON. Raise it with a change that older readers would misread."""
+_FORMAT = Format("shardrules_moves", 1)
 
 _HEAD = ("path", "shape", "dtype", "from", "to", "moves", "stays", "route", "why")
 _RIGHT = (5, 6)

@@ -1,7 +1,6 @@
 """`shardrules check`: compares a model's plan with a golden plan and a budget, for CI."""
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,11 +16,10 @@ from shardrules.core.errors import PlanError
 from shardrules.core.finding import Finding, merged
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.storage.codec import finding_to_json
-from shardrules.core.storage.records import read_json
+from shardrules.core.storage.records import Format, read_json
 from shardrules.rules.files.rules_file import Limits
 
-FORMAT = 1
-"""The version of the layout of the JSON. Raise it with a change that older readers would misread."""
+_FORMAT = Format("shardrules_check", 1)
 
 _FORMATS = ("text", "github", "json")
 
@@ -104,7 +102,7 @@ def _escape(text: str, *, data: bool = False) -> str:
 
 
 def _as_json(listed: Sequence[Finding], subject: Subject | None) -> str:
-    data: dict[str, object] = {"shardrules_check": FORMAT, "findings": [finding_to_json(finding) for finding in listed]}
+    data: dict[str, object] = {"findings": [finding_to_json(finding) for finding in listed]}
     if subject is not None:
         memory = subject.plan.memory()
         data |= {
@@ -113,7 +111,7 @@ def _as_json(listed: Sequence[Finding], subject: Subject | None) -> str:
             "device_bytes": subject.device_bytes,
             "fingerprint": subject.plan.fingerprint,
         }
-    return json.dumps(data, indent=1)
+    return _FORMAT.write(data)
 
 
 def _over_budget(subject: Subject, budget: int) -> Iterator[Finding]:

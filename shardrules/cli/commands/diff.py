@@ -1,7 +1,6 @@
 """`shardrules diff`: what changed between two plans, or two audits, and what the change sends."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,14 @@ from shardrules.cli.models import read_json, read_plan
 from shardrules.cli.terminal import show
 from shardrules.core.errors import ReportError
 from shardrules.core.storage.codec import finding_to_json
+from shardrules.core.storage.records import Format
 from shardrules.core.views.diff import PlanDiff
 from shardrules.page.difference import diff_page
 from shardrules.programs.audits.diff import AuditDiff
 from shardrules.programs.audits.report import AuditReport
 from shardrules.programs.autoplan.answer.move import PlanMove
 
-FORMAT = 1
-"""The version of the layout of the JSON. Raise it with a change that older readers would misread."""
+_FORMAT = Format("shardrules_diff", 1)
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +77,7 @@ def _as_json(kind: str, changes: PlanDiff | AuditDiff, move: dict[str, Any] | No
         if isinstance(changes, AuditDiff):
             data[name] = [finding_to_json(finding) for finding in getattr(changes, name)]
     moves = {"move": move} if kind == "plans" else {}
-    return json.dumps({"shardrules_diff": FORMAT, "of": kind, **data, **moves}, indent=1)
+    return _FORMAT.write({"of": kind, **data, **moves})
 
 
 def _is_audit(file: Path) -> bool:

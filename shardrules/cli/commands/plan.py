@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardrules.cli.command import FINDINGS, SUCCESS, Command
 from shardrules.cli.files import write
-from shardrules.cli.models import FORMAT
+from shardrules.cli.models import PLANS
 from shardrules.cli.subject import Subject, add_subject, load_subject
 from shardrules.cli.terminal import show, show_findings, show_plan
 
@@ -35,7 +35,7 @@ def _json_with_state(subject: Subject) -> str:
     assert subject.state is not None
     plans = {"model": subject.plan, "optimizer": subject.state}
     parts = {name: json.loads(plan.to_json()) for name, plan in plans.items()}
-    return json.dumps({"shardrules_plans": FORMAT, **parts}, indent=1)
+    return PLANS.write(parts)
 
 
 COMMAND = Command(

@@ -1,7 +1,6 @@
 """Plans as JSON: plain lists and strings, laid out for people who read diffs."""
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any, final, get_args
@@ -16,11 +15,10 @@ from shardrules.core.fields import whole_number
 from shardrules.core.finding import Finding, Severity, template
 from shardrules.core.leaf import Decision, Leaf, LogicalName
 from shardrules.core.spec import spec_from_json, spec_repr, spec_to_json
-from shardrules.core.storage.records import read_json, reading
+from shardrules.core.storage.records import Format
 from shardrules.core.tree import PathStyle, Survey
 
-FORMAT = 1
-"""The version of the layout. Raise it with a change that older readers would misread."""
+PLAN = Format("shardrules", 1, "a plan", PlanError)
 
 _KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
@@ -107,7 +105,6 @@ def dumps(
 ) -> str:
     """Returns the text of a plan: `leaves` are what `group_leaves` gives, `findings` come from rules."""
     data = {
-        "shardrules": FORMAT,
         "fingerprint": fingerprint,
         "mesh": None if mesh is None else dict(mesh),
         "path_style": path_style,
@@ -115,15 +112,12 @@ def dumps(
         "leaves": list(leaves),
         "findings": [finding_to_json(finding) for finding in findings],
     }
-    return json.dumps(data, indent=1)
+    return PLAN.write(data)
 
 
 def loads(text: str) -> SavedPlan:
     """Returns what `dumps` wrote; a `PlanError` when the text is not a plan."""
-    with reading(PlanError, "a plan"):
-        data = read_json(text)
-        if data["shardrules"] != FORMAT:
-            raise PlanError(f"this plan has format {data['shardrules']!r}, and this version reads {FORMAT}")
+    with PLAN.read(text) as data:
         mesh = None if data["mesh"] is None else _mesh_from_json(data["mesh"])
         groups = tuple(_leaf_from_json(item, mesh) for item in _typed(data["leaves"], list))
         style = data["path_style"]

@@ -5,12 +5,12 @@ import json
 import tomllib
 import types
 import typing
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, final
 
 import attrs
 
-from shardrules.core.errors import ShardRulesError
+from shardrules.core.errors import ReportError, ShardRulesError
 from shardrules.core.fields import LARGEST_INTEGER
 
 SAVE_AGAIN = "If an earlier version of shardrules wrote it, save it again with this version"
@@ -31,15 +31,37 @@ def read_toml(text: str) -> dict[str, Any]:
         return data
 
 
-@contextlib.contextmanager
-def reading(error_type: type[ShardRulesError], what: str) -> Iterator[None]:
-    """A context in which everything that invalid data raises is an `error_type`: the text is not `what`."""
-    try:
-        yield
-    except error_type:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError) as error:
-        raise error_type(f"this text is not {what}: {problem(error)}") from error
+@final
+@attrs.frozen
+class Format:
+    """A kind of JSON document, which has its version under a key of its own."""
+
+    key: str
+    version: int
+    """A change that older readers would misread raises it."""
+    noun: str = ""
+    """The document, as messages call it: `"a plan"`."""
+    error_type: type[ShardRulesError] = ReportError
+
+    def write(self, data: Mapping[str, Any]) -> str:
+        """Returns the text of a document."""
+        return json.dumps({self.key: self.version, **data}, indent=1)
+
+    @contextlib.contextmanager
+    def read(self, text: str) -> Iterator[dict[str, Any]]:
+        """A context with what a text says, in which everything that invalid data raises is an `error_type`."""
+        try:
+            data = object_of(read_json(text), "its JSON")
+            version = data.pop(self.key)
+            if version != self.version:
+                name = self.noun.partition(" ")[2]
+                message = f"this {name} has format {version!r}, and this version reads {self.version}"
+                raise self.error_type(message)
+            yield data
+        except self.error_type:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError) as error:
+            raise self.error_type(f"this text is not {self.noun}: {problem(error)}") from error
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """What a compiler made of a function: the report of an audit, which prints, and can be saved and compared."""
 
-import json
 from collections.abc import Sequence
 from typing import Any, Self, final
 
@@ -9,7 +8,7 @@ import attrs
 from shardrules.core.check import bytes_text
 from shardrules.core.errors import ReportError, printable
 from shardrules.core.finding import Finding, shape_text
-from shardrules.core.storage.records import object_of, read_json, reading, record
+from shardrules.core.storage.records import Format, object_of, record
 from shardrules.programs.audits.diff import AuditDiff, FigureChange, changed_arrays, changed_collectives
 from shardrules.programs.audits.memory import MemoryUse
 from shardrules.programs.audits.modules import ModuleCost
@@ -35,8 +34,7 @@ from shardrules.programs.profiles.comparison import TraceComparison
 from shardrules.programs.profiles.modelled import model_program
 from shardrules.programs.profiles.trace import Trace, read_trace
 
-FORMAT = 2
-"""The version of the JSON of a report."""
+AUDIT = Format("shardrules_audit", 2, "an audit report")
 
 
 @final
@@ -253,7 +251,6 @@ class AuditReport:
     def to_json(self, *, hlo: bool = False, timeline: bool = False) -> str:
         """Returns the report as JSON that `from_json` reads; the compiled program and the timeline if requested."""
         data = {
-            "shardrules_audit": FORMAT,
             # Other programs may want these; `from_json` computes them again.
             "totals": {
                 "wire_bytes": self.wire_bytes,
@@ -268,7 +265,7 @@ class AuditReport:
             "hardware": hardware_to_json(self.hardware),
             "hlo_text": self.hlo_text if hlo else "",
         }
-        return json.dumps(data, indent=1)
+        return AUDIT.write(data)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -279,19 +276,14 @@ class AuditReport:
         assert sr.reports.AuditReport.from_json(report.to_json()) == report
         ```
         """
-        with reading(ReportError, "an audit report"):
-            data: dict[str, Any] = read_json(text)
-            if data["shardrules_audit"] != FORMAT:
-                raise ReportError(f"this report has format {data['shardrules_audit']!r}, this version reads {FORMAT}")
-            fields = {
-                name: value for name, value in data.items() if name not in ("shardrules_audit", "totals", "flags")
-            }
+        with AUDIT.read(text) as data:
+            data.pop("totals", None)
             # A target is written as users write it, and read as the class that it is in the report.
             target = Target.parse(record(str, data["target"], "target"))
-            flags = [[name, value] for name, value in object_of(data.get("flags", {}), "flags").items()]
-            fields["target"] = {**attrs.asdict(target), "shape": [*target.shape], "flags": flags}
-            fields["hardware"] = hardware_from_json(data["hardware"])
-            return record(cls, fields, "report")
+            flags = [[name, value] for name, value in object_of(data.pop("flags", {}), "flags").items()]
+            data["target"] = {**attrs.asdict(target), "shape": [*target.shape], "flags": flags}
+            data["hardware"] = hardware_from_json(data["hardware"])
+            return record(cls, data, "report")
 
 
 def _is_written(field: "attrs.Attribute[Any]", value: Any) -> bool:

@@ -1,18 +1,16 @@
 """What a comparison of a report with a trace says, and how it prints."""
 
-import json
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Self, TypeAlias, final
+from typing import Literal, Self, TypeAlias, final
 
 import attrs
 
-from shardrules.core.errors import ReportError, printable
-from shardrules.core.storage.records import read_json, reading, record
+from shardrules.core.errors import printable
+from shardrules.core.storage.records import Format, record
 from shardrules.core.views.table import aligned
 from shardrules.programs.costs.step_time import seconds_text
 
-FORMAT = 1
-"""The version of the JSON of a comparison."""
+COMPARISON = Format("shardrules_comparison", 1, "a comparison with a trace")
 
 _MAX_ROWS = 10
 """How many rows each table prints: all of them fit a screen or two. The rest is in the comparison's attributes."""
@@ -213,18 +211,14 @@ class TraceComparison:
         """Returns the comparison as JSON that `from_json` reads."""
         # Other programs may want the measured step; `from_json` computes it again.
         totals = {"step_seconds": self.step_seconds, "spread": self.spread}
-        return json.dumps({"shardrules_comparison": FORMAT, "totals": totals, **attrs.asdict(self)}, indent=1)
+        return COMPARISON.write({"totals": totals, **attrs.asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Returns the comparison that `to_json` wrote. Any other text is a `ReportError`."""
-        with reading(ReportError, "a comparison with a trace"):
-            data: dict[str, Any] = read_json(text)
-            if data["shardrules_comparison"] != FORMAT:
-                version = data["shardrules_comparison"]
-                raise ReportError(f"this comparison has format {version!r}, this version reads {FORMAT}")
-            fields = {name: value for name, value in data.items() if name not in ("shardrules_comparison", "totals")}
-            return record(cls, fields, "comparison")
+        with COMPARISON.read(text) as data:
+            data.pop("totals", None)
+            return record(cls, data, "comparison")
 
 
 def _device_text(device: DeviceTime) -> str:

@@ -186,7 +186,7 @@ def test_other_texts_are_no_reports(text: str) -> None:
 
 def test_another_format_is_named() -> None:
     text = REPORT.to_json().replace('"shardrules_audit": 2', '"shardrules_audit": 1')
-    with pytest.raises(ReportError, match="this report has format 1, this version reads 2"):
+    with pytest.raises(ReportError, match="this audit report has format 1, and this version reads 2"):
         AuditReport.from_json(text)
 
 
@@ -279,7 +279,7 @@ def test_a_field_of_another_type_is_refused(path: tuple[Any, ...]) -> None:
     value = dict(FIELDS)[path]
     others = [[], {}, [3]] + ([3.5] if isinstance(value, str) else ["3"])
     for other in others:
-        with pytest.raises(ReportError, match=r"this text is not an audit report|this report has format"):
+        with pytest.raises(ReportError, match=r"this text is not an audit report|this audit report has format"):
             AuditReport.from_json(edited(*path, value=other))
 
 

@@ -221,7 +221,7 @@ def test_json_is_read_back() -> None:
     assert json.loads(text)["totals"]["step_seconds"] == comparison.step_seconds
     with pytest.raises(sr.errors.ReportError, match="this text is not a comparison with a trace"):
         TraceComparison.from_json('{"shardrules_audit": 1}')
-    with pytest.raises(sr.errors.ReportError, match="has format 99, this version reads 1"):
+    with pytest.raises(sr.errors.ReportError, match="has format 99, and this version reads 1"):
         TraceComparison.from_json('{"shardrules_comparison": 99}')
 
 

@@ -3,19 +3,18 @@
 import json
 import typing
 from collections.abc import Callable
-from typing import Any, Self, TypeVar, final
+from typing import Self, TypeVar, final
 
 import attrs
 
-from shardrules.core.errors import ReportError
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan
-from shardrules.core.storage.records import SAVE_AGAIN, read_json, reading, record
+from shardrules.core.storage.records import SAVE_AGAIN, Format, record
 from shardrules.programs.autoplan.answer.explain import RegionUse, SplitDim
 from shardrules.programs.autoplan.answer.findings import Remarks
 from shardrules.programs.autoplan.answer.frontier import FrontierPoint
 from shardrules.programs.autoplan.answer.plan import AutoPlan, Candidate, CompiledPlan, Status
-from shardrules.programs.autoplan.answer.version import FORMAT
+from shardrules.programs.autoplan.answer.version import AUTOPLAN
 from shardrules.programs.costs.step_time import StepTime
 
 _Report = TypeVar("_Report")
@@ -91,24 +90,19 @@ class AutoPlanReport:
         figures = attrs.asdict(
             self, filter=lambda field, value: field.name != "plan" and (field.name != "source" or bool(value))
         )
-        plan = json.loads(self.plan.to_json())
-        return json.dumps({"shardrules_autoplan": FORMAT, **figures, "plan": plan}, indent=1)
+        return AUTOPLAN.write({**figures, "plan": json.loads(self.plan.to_json())})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Returns the report that `to_json` wrote, or raises `ReportError`."""
-        return read_plan_report(cls, text, "shardrules_autoplan", FORMAT, "an autoplan report")
+        return read_plan_report(cls, text, AUTOPLAN)
 
 
-def read_plan_report(kind: Callable[..., _Report], text: str, key: str, version: int, what: str) -> _Report:
-    """Reads a report with a `plan` from JSON that has its format's version under a key, or raises `ReportError`."""
-    with reading(ReportError, what):
-        data: dict[str, Any] = read_json(text)
-        if data[key] != version:
-            raise ReportError(f"this report has format {data[key]!r}, this version reads {version}")
+def read_plan_report(kind: Callable[..., _Report], text: str, report_format: Format) -> _Report:
+    """Reads a report with a `plan`, which has a format of its own."""
+    with report_format.read(text) as data:
         fields = typing.get_type_hints(kind)
         if missing := [name for name in fields if name not in data]:
             raise LookupError(f"{', '.join(missing)} missing. {SAVE_AGAIN}")
-        # The plan has a format of its own, with a version.
         values = {name: record(field, data[name], name) for name, field in fields.items() if name != "plan"}
         return kind(**values, plan=ShardingPlan.from_json(json.dumps(data["plan"])))

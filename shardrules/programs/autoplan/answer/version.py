@@ -1,7 +1,7 @@
-"""The version of the JSON of autoplans, apart from what writes it: a command that reads one needs no planner."""
+"""The formats of the JSON of autoplans, apart from what writes it: a command that reads one needs no planner."""
 
-FORMAT = 2
-"""A change that older readers would misread raises it."""
+from shardrules.core.storage.records import Format
 
-TRAINING_FORMAT = 1
-"""The same for training plans."""
+AUTOPLAN = Format("shardrules_autoplan", 2, "an autoplan report")
+
+TRAINING_PLAN = Format("shardrules_train_plan", 1, "a training plan")

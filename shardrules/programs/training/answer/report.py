@@ -14,7 +14,7 @@ from shardrules.core.views.table import aligned
 from shardrules.programs.autoplan.answer.explain import RegionUse, SplitDim
 from shardrules.programs.autoplan.answer.frontier import Frontier, FrontierPoint
 from shardrules.programs.autoplan.answer.report import read_plan_report
-from shardrules.programs.autoplan.answer.version import TRAINING_FORMAT
+from shardrules.programs.autoplan.answer.version import TRAINING_PLAN
 from shardrules.programs.autoplan.answer.whole import first_line
 from shardrules.programs.costs.step_time import StepTime, seconds_text
 from shardrules.programs.pipelines.schedule import PipelineSchedule
@@ -289,13 +289,12 @@ class TrainingPlanReport:
     def to_json(self) -> str:
         """Returns the report as JSON that `from_json` reads; its `plan` is as `ShardingPlan.to_json` writes it."""
         figures = attrs.asdict(self, filter=lambda field, value: field.name != "plan")
-        plan = json.loads(self.plan.to_json())
-        return json.dumps({"shardrules_train_plan": TRAINING_FORMAT, **figures, "plan": plan}, indent=1)
+        return TRAINING_PLAN.write({**figures, "plan": json.loads(self.plan.to_json())})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Returns the report that `to_json` wrote, or raises `ReportError`."""
-        return read_plan_report(cls, text, "shardrules_train_plan", TRAINING_FORMAT, "a training plan")
+        return read_plan_report(cls, text, TRAINING_PLAN)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -29,7 +29,7 @@ def test_a_report_comes_back_from_json(report: sr.reports.AutoPlanReport) -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"shardrules_autoplan": 99}, "this report has format 99, this version reads 2"),
+        ({"shardrules_autoplan": 99}, "this autoplan report has format 99, and this version reads 2"),
         ({"cost": "much"}, "not an autoplan report: TypeError: cost"),
         ({"status": "good"}, "not an autoplan report: TypeError: status"),
         ({"candidates": [{"mesh": "data:4"}]}, "not an autoplan report: LookupError"),
