@@ -29,24 +29,19 @@ from shardrules.programs.pipelines.schedule import PipelineSchedule
 from shardrules.programs.training.answer.report import TrainingPlanReport
 
 WIDTH, HEIGHT = 1600.0, 720.0
-"""The size of the treemap in pixels, which the page scales: about a full screen. Doubled, labels get half as large;
-halved, rounding to hundredths of a pixel shows."""
+"""The size of the treemap in pixels, which the page scales, chosen by hand: about a full screen."""
 
 _DRAWN_KINDS = 500
-"""At most this many kinds of leaves get a picture of their blocks, the largest first. Doubled, the page of a large
-model grows by a megabyte; halved, models with many kinds have rows without a picture."""
+"""The kinds of leaves that get a picture of their blocks, the largest first; chosen by hand."""
 
 _MOST_DRAWN = 1024
-"""Up to how many microbatches of all stages together a schedule is drawn. Each takes 400 bytes of the page: with ten
-times as many, boxes are narrower than a pixel, and the page takes megabytes more."""
+"""The microbatches of all stages up to which a schedule is drawn, chosen by hand: each takes 400 bytes of the page."""
 
 _LISTED_COLLECTIVES = 300
-"""At most this many collectives are listed, the most expensive first: the rest is far below 1 % of the time. Doubled,
-the page grows by 100 kB; halved, audits of deep unrolled models end early."""
+"""The collectives that are listed at most, the most expensive first; chosen by hand."""
 
 _LISTED_LINES = 100
-"""At most this many lines of code are listed, the longest first. Doubled, the page grows by 10 kB; halved, the list
-of a large model ends early."""
+"""The lines of code that are listed at most, the longest first; chosen by hand."""
 
 
 @final
@@ -61,7 +56,7 @@ class Part:
 @final
 @attrs.frozen
 class Origin:
-    """What made a page: the command, and the rules as text."""
+    """The origin of a page: the command, and the rules as text."""
 
     command: str = ""
     rules: str = ""
@@ -70,7 +65,7 @@ class Origin:
 @final
 @attrs.frozen
 class Results:
-    """What else a page shows: an audit, an autoplan, a training plan."""
+    """The results that a page shows: an audit, an autoplan, a training plan."""
 
     audit: AuditReport | None = None
     planned: AutoPlanReport | None = None

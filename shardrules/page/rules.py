@@ -5,10 +5,10 @@ import ast
 from shardrules.core.rule import ShardingPlan, ShardingRule
 
 _MOST_CHARACTERS = 200_000
-"""A thousand patterns take less. Doubled, pages of pinned plans grow by as much; halved, no usual file is cut off."""
+"""The characters of rules that are shown at most, chosen by hand: a thousand patterns take less."""
 
 _WIDTH, _INDENT = 100, 4
-"""Characters of a line, as in Python files. Doubled, small windows wrap lines; halved, most rules have many lines."""
+"""Characters of a line and of an indent, as in Python files."""
 
 
 def rules_text(plan: ShardingPlan, rules: ShardingRule | str | None) -> str:

@@ -18,19 +18,17 @@ KINDS = {"compute": 4, "communication": 1, "copy": 2, "wait": 5, "loop": 7, "res
 """The colour of each kind of event, by its index in the palette."""
 
 _WIDTHS = 1300.0, 12000.0
-"""The least and the greatest width in pixels: a screen, and ten of them to scroll through. With half as many, kernels
-of a large model are thinner than a pixel; with twice as many, browsers take seconds to draw."""
+"""The least and the greatest width in pixels, chosen by hand: a screen, and ten of them to scroll through."""
 
 _WIDTH_PER_EVENT = 14.0
-"""Pixels for each event of the fullest row on average."""
+"""Pixels for each event of the fullest row on average; chosen by hand."""
 
 _NAMES_WIDTH, _ROW_HEIGHT, _GAP = 90.0, 22.0, 6.0
 _LEAST_WIDTH = 1.0
 """Boxes that are thinner are drawn together: no screen shows them apart."""
 
 _REST_SHARE = 0.04
-"""The width of the rounds that are not shown, as a part of what is shown. Doubled, deep nests of loops are mostly rest;
-halved, their labels do not fit."""
+"""The width of the rounds that are not shown, as a part of what is shown; chosen by hand."""
 
 
 def timeline_svg(timeline: Timeline) -> str:

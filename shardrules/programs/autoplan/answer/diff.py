@@ -1,4 +1,4 @@
-"""What differs in another plan of the same function."""
+"""Differences between two plans of one function."""
 
 from typing import final
 
@@ -11,18 +11,18 @@ from shardrules.core.views.diff import PlanDiff
 @final
 @attrs.frozen
 class AutoPlanDiff:
-    """What differs in another plan of the same function, before and after. `AutoPlan.diff` makes them."""
+    """The differences of another plan of the same function, before and after. `AutoPlan.diff` makes them."""
 
     arguments: PlanDiff
     seconds: tuple[float, float]
     """The modelled time of a call."""
     wire_bytes: tuple[int, int]
-    """What a device sends in a call."""
+    """The bytes that a device sends in a call."""
     peak_bytes: tuple[int, int]
     host_bytes: tuple[int, int] = (0, 0)
-    """What a device has in the memory of its host."""
+    """The bytes that a device has in the memory of its host."""
     recipe: tuple[str, str] = ("", "")
-    """How the gradient of a training plan is computed."""
+    """The recipe of a training plan, in words."""
 
     def __str__(self) -> str:
         recipe = f"recipe {' -> '.join(self.recipe)}\n" if self.recipe[0] != self.recipe[1] else ""

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: which dims go together and what splits them, what uses an argument, what the next best is."""
+"""Explanations of a plan: which dims go together and what splits them, what uses an argument, what the next best is."""
 
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias, final
@@ -18,7 +18,7 @@ from shardrules.programs.autoplan.traced.program import TracedProgram
 from shardrules.programs.costs.step_time import seconds_text
 
 _SHOWN_NAMES = 3
-"""How many dims of arguments name a family of dims. Twice as many make lines that are hard to read."""
+"""The dims of arguments that name a family of dims at most; chosen by hand."""
 
 _Dim: TypeAlias = tuple[int, int]
 """The index of an array and one of its dims."""
@@ -56,10 +56,10 @@ class ArrayUse:
     kinds: tuple[str, ...]
     """The collectives that bring the array there."""
     wire_bytes: int
-    """What a device sends for that."""
+    """The bytes that a device sends for that."""
     seconds: float
     alternatives: tuple[tuple[str, float], ...] = ()
-    """What each other alternative of a region would take in the same layout, in seconds."""
+    """The seconds of each other alternative of a region in the same layout."""
 
     def __str__(self) -> str:
         location = f" at {self.line}" if self.line else ""
@@ -76,10 +76,10 @@ def _others_text(alternatives: Sequence[tuple[str, float]]) -> str:
 @final
 @attrs.frozen
 class RegionUse:
-    """How a plan runs a `shardrules.region`."""
+    """A `shardrules.region` as a plan runs it."""
 
     name: str
-    """Of the function, or of the alternative that runs."""
+    """The name of the function, or of the alternative that runs."""
     line: str
     """The line of Python that calls it; empty if unknown."""
     axes: tuple[tuple[str, tuple[str, ...]], ...]
@@ -87,11 +87,11 @@ class RegionUse:
     exchange: tuple[str, ...]
     """The mesh axes along which it communicates."""
     seconds: float
-    """What it takes in one call of the planned function."""
+    """The time in one call of the planned function."""
     wire_bytes: int
-    """What a device sends in its own collectives."""
+    """The bytes that a device sends in the region's own collectives."""
     alternatives: tuple[tuple[str, float], ...]
-    """What each other alternative would take in the same layout, in seconds, where it is not the same."""
+    """The seconds of each other alternative in the same layout, where they differ."""
 
     def __str__(self) -> str:
         location = f" at {self.line}" if self.line else ""
@@ -126,7 +126,6 @@ def region_uses(problem: Problem, choice: Sequence[int]) -> tuple[RegionUse, ...
 
 
 def _other_alternatives(problem: Problem, choice: Sequence[int], op_index: int) -> tuple[tuple[str, float], ...]:
-    """What each alternative that is not taken would take in the layout of a region, where it is not the same."""
     operation = problem.program.operations[op_index]
     prices = problem.region_costs.prices(operation, problem.region_layout(op_index, choice))
     chosen = problem.region_price(op_index, choice)
@@ -332,7 +331,7 @@ def _family_name(names: list[str]) -> str:
 
 @final
 class _Families:
-    """Which dims of arrays go together: a union-find over the factors of operations."""
+    """A union-find over the factors of operations: the dims of arrays that go together."""
 
     def __init__(self, program: TracedProgram) -> None:
         self.parents: dict[_Dim, _Dim] = {}

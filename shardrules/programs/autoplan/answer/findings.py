@@ -1,4 +1,4 @@
-"""What is worth knowing about a plan: findings and messages, from what the searches returned."""
+"""Findings and messages about a plan, from what the searches returned."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,20 +21,20 @@ from shardrules.programs.compiling.saved_names import saved_name_findings
 from shardrules.programs.machine.hardware import Hardware
 
 COSTLY_RATIO = 2.0
-"""How many times as long a call takes with a pin that is called costly. Pins have reasons that the planner does not
-know, so that a few per cent are not worth a warning; with 4, tensor parallelism on the wrong axis would pass."""
+"""The ratio of times from which a pin is called costly, chosen by hand: pins have reasons that the planner does not
+know."""
 
 _LARGE_CONSTANT = 2**20
-"""Bytes from which arrays that are not arguments are worth a warning: tables and masks below it cost nothing."""
+"""Bytes from which arrays that are not arguments are worth a warning; chosen by hand."""
 
 _SHOWN_ARRAYS = 5
-"""How many arrays an error lists behind a bound: the largest, which usually take most of it."""
+"""The arrays that an error lists behind a bound, the largest first; chosen by hand."""
 
 _LONGEST_REASON = 300
-"""How many characters of an error a finding quotes, chosen by hand: those of JAX fill pages."""
+"""The characters of an error that a finding quotes, chosen by hand: errors of JAX fill pages."""
 
 _SHOWN_PINS = 8
-"""How many pinned arguments a finding lists: those that take most of the memory, as they come first."""
+"""The pinned arguments that a finding lists, the largest first; chosen by hand."""
 
 
 _Remark = TypeVar("_Remark")
@@ -43,10 +43,10 @@ _Remark = TypeVar("_Remark")
 @final
 @attrs.define(eq=False)
 class Remarks:
-    """What is said about a plan that is made. Where saying it fails, the plan is not lost, and a finding says why."""
+    """Remarks on a plan that is made. Where one fails, the plan is not lost, and a finding says why."""
 
     findings: list[Finding] = attrs.field(factory=list, init=False)
-    """What could not be said, and why."""
+    """The remarks that failed, and why."""
 
     def of(
         self, subject: str, compute: Callable[[], _Remark], default: _Remark, severity: Severity = "note"
@@ -69,10 +69,10 @@ class Remarks:
 @final
 @attrs.frozen
 class PinCosts:
-    """What pins cost, from searches without them and with some of them."""
+    """The cost of pins, from searches without them and with some of them."""
 
     is_complete: bool = False
-    """Whether the time sufficed for a search without pins."""
+    """True once a search without pins is done."""
     free_seconds: float | None = None
     """The time of a call without pins; `None` if unknown, or if nothing fits."""
     group_seconds: tuple[tuple[tuple[int, ...], float], ...] = ()

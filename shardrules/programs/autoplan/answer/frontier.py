@@ -1,4 +1,4 @@
-"""What memory is worth: the best plans over a range of budgets."""
+"""The worth of memory: the best plans over a range of budgets."""
 
 from typing import final
 
@@ -15,8 +15,8 @@ from shardrules.programs.autoplan.solve.search import SearchResult, Task
 from shardrules.programs.autoplan.solve.trials import Trial, Trials
 
 _STEP = 1.01
-"""The first budget is that much above the least memory met, which is a little below what fits. Each is at least that
-much above the one before."""
+"""The factor between the least memory met, which is a little below what fits, and the first budget, and at least
+between two budgets; chosen by hand."""
 
 
 @final
@@ -29,13 +29,13 @@ class FrontierPoint:
     """The modelled time of a call."""
     peak_bytes: int
     price: float | None
-    """What one more byte would save, in seconds a call; `None` where that is unknown."""
+    """The seconds a call that one more byte would save; `None` where that is unknown."""
 
 
 @final
 @attrs.frozen
 class Frontier:
-    """What memory is worth: the best plan for each budget, the smallest first. `AutoPlan.frontier` makes them.
+    """The worth of memory: the best plan for each budget, the smallest first. `AutoPlan.frontier` makes them.
 
     ```python
     from shardrules.reports import Frontier, FrontierPoint

@@ -1,4 +1,4 @@
-"""What a plan keeps on hosts, and what devices exchange with them."""
+"""Memory of hosts that a plan uses, and its traffic with devices."""
 
 from collections.abc import Sequence
 from typing import Self, final
@@ -15,20 +15,20 @@ from shardrules.programs.costs.memory import host_seconds
 @final
 @attrs.frozen
 class HostTraffic:
-    """What one device exchanges with its host in one call."""
+    """The traffic of one device with its host in one call."""
 
     argument_bytes: int
     """The arguments that are on the host."""
     kept_bytes: int
-    """What the function sends to the host in between: each time that an array is sent counts."""
+    """The bytes that the function sends to the host in between: each time that an array is sent counts."""
     exchanged_bytes: int
-    """What goes to the host and comes from there."""
+    """The bytes sent to the host and fetched from it."""
     exposed_seconds: float
-    """How long the device waits for it."""
+    """The time for which the device waits for them."""
 
     @property
     def host_bytes(self) -> int:
-        """What a device has on its host, if nothing that is sent there is written over in the same call."""
+        """The bytes of a device on its host, if nothing that is sent there is written over in the same call."""
         return self.argument_bytes + self.kept_bytes
 
     @classmethod
@@ -37,7 +37,6 @@ class HostTraffic:
         program, machine = problem.program, problem.machine
 
         def device_bytes(array: int) -> float:
-            """What each device has of an array."""
             home, nbytes = problem.homes.get(array), program.arrays[array].nbytes
             if home is None:
                 return nbytes

@@ -1,4 +1,4 @@
-"""What devices send to bring arrays from one plan to another, before any array exists."""
+"""Moves of arrays from one plan to another: what devices send, before any array exists."""
 
 import functools
 import math
@@ -20,14 +20,14 @@ from shardrules.programs.autoplan.graph.machine import COLLECTIVE_KINDS, Machine
 @final
 @attrs.frozen
 class PlanMove:
-    """What the move from one plan to another sends, for the arrays that have one shape and sound specs in both."""
+    """The move from one plan to another, for the arrays that have one shape and sound specs in both."""
 
     collectives: tuple[tuple[str, int, int], ...] = ()
-    """On one mesh: each kind of collective, how many arrays need it, and the bytes that each device sends."""
+    """Each kind of collective on one mesh, the count of arrays that need it, and the bytes that each device sends."""
     received_bytes: tuple[tuple[int, int], ...] | None = None
-    """Between two meshes that begin with the same devices: the bytes that each device receives; else `None`."""
+    """The bytes that each device receives between two meshes that begin with the same devices; else `None`."""
     left_out: int = 0
-    """How many arrays do not count: they are in one plan only, or of another shape, or a spec of theirs is unsound."""
+    """The arrays that do not count: they are in one plan only, or of another shape, or have an unsound spec."""
 
     @classmethod
     def between(cls, old: ShardingPlan, new: ShardingPlan) -> "PlanMove | None":
@@ -106,7 +106,6 @@ def _collectives(moved: list[_MovedArray], machine: Machine) -> tuple[tuple[str,
 
 
 def _layout(blocks: Blocks, machine: Machine) -> tuple[int, ...]:
-    """For each axis of the machine the dim that it splits."""
     dims = {name: dim for dim, (_, axes) in enumerate(blocks.dims) for name in axes}
     return tuple(dims.get(axis, WHOLE) for axis in machine.axes)
 
@@ -131,7 +130,6 @@ def _received_bytes(moved: list[_MovedArray]) -> dict[int, int]:
 
 
 def _missing_elements(old: Blocks, new: Blocks) -> list[tuple[int, int]]:
-    """For each device how many elements of its new block are not in its old one."""
     old_bounds = {device: block.bounds for block in old.all() for device in block.devices}
     missing: list[tuple[int, int]] = []
     for block in new.all():

@@ -46,15 +46,15 @@ from shardrules.programs.compiling.arguments import donated_arguments
 from shardrules.programs.costs.step_time import StepTime
 
 Status: TypeAlias = Literal["optimal", "feasible"]
-"""What is known about a plan: that no other that fits is better, or that another may be."""
+"""A plan's proof: no other that fits is better, or another may be."""
 
 _OPTIMAL_GAP = 2e-3
-"""By what part of its cost a plan may be above the bound and be called optimal: twice `CLOSE`, at which searches end,
-since bounds are lowered by the preference among equal plans. Doubled, users would see `optimal` on plans that a search
-could better."""
+"""The part of its cost by which a plan may be above the bound and be called optimal: twice `CLOSE`, at which searches
+end, since bounds are lowered by the preference among equal plans. Chosen by hand."""
 
 _NANOSECOND = 1e-9
-"""What no plan is called worse for, in seconds: functions that cost next to nothing have gaps of rounding only."""
+"""A difference in seconds that makes no plan worse, chosen by hand: functions that cost next to nothing have gaps of
+rounding only."""
 
 
 @final
@@ -106,16 +106,16 @@ class AutoPlan:
     memory_limit: int
     """The most memory that a device may use, in bytes."""
     time_limit: float
-    """How long a search may take, in seconds."""
+    """The seconds that a search may take."""
     task: Task = attrs.field(repr=False)
-    """What was to be chosen."""
+    """The choices there were."""
     result: SearchResult = attrs.field(repr=False)
-    """What was chosen."""
+    """The choice, and how it was found."""
     findings: tuple[Finding, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     """The meshes that were tried, the best first, if a device count was given."""
     compiled: tuple[CompiledPlan, ...] = ()
-    """What was compiled with `prove=True`, in that order: this plan, unless the compiler failed at it, and others."""
+    """The plans compiled with `prove=True`, in that order: this plan, unless the compiler failed at it, and others."""
 
     @property
     def choice(self) -> tuple[int, ...]:
@@ -132,32 +132,32 @@ class AutoPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the plan keeps the memory limit: as modelled; with `prove`, as compiled."""
+        """Returns whether the plan keeps the memory limit: as modelled; with `prove`, as compiled."""
         return self.peak_bytes <= self.memory_limit * (1 + LIMIT_TOLERANCE)
 
     @functools.cached_property
     def cost(self) -> float:
-        """What the search minimizes: the modelled time of one call in seconds, if nothing overlaps."""
+        """The modelled time of one call in seconds, if nothing overlaps: the search minimizes it."""
         return self.task.problem.cost(self.choice)
 
     @property
     def bound(self) -> float:
-        """What every plan that fits costs at least, in seconds."""
+        """The least seconds that any plan that fits takes."""
         return min(self.result.bound, self.cost)
 
     @property
     def gap(self) -> float:
-        """By what part of the cost the best plan may be better."""
+        """The part of the cost by which the best plan may be better."""
         return (self.cost - self.bound) / self.cost if self.cost else 0.0
 
     @property
     def seconds(self) -> float:
-        """How long the search took."""
+        """The seconds that the search took."""
         return self.result.seconds
 
     @property
     def price_of_memory(self) -> float:
-        """What one more byte of memory would save, in seconds for each call; 0 if memory does not matter."""
+        """The seconds that one more byte of memory would save in each call; 0 if memory does not matter."""
         return self.result.price
 
     @functools.cached_property
@@ -175,18 +175,18 @@ class AutoPlan:
 
     @functools.cached_property
     def _moves(self) -> list[ChosenMove]:
-        """What is sent: to change layouts, and by regions."""
+        """The moves that change layouts, and the exchanges of regions."""
         problem = self.task.problem
         return [*problem.chosen_moves(self.choice), *problem.exchanges(self.choice)]
 
     @functools.cached_property
     def host_traffic(self) -> HostTraffic:
-        """What a device exchanges with its host in one call."""
+        """The traffic of a device with its host in one call."""
         return HostTraffic.of(self.task.problem, self.choice)
 
     @functools.cached_property
     def sent_bytes(self) -> dict[str, int]:
-        """What a device sends in one call, by kind of collective."""
+        """The bytes that a device sends in one call, by kind of collective."""
         total = np.zeros(len(COLLECTIVE_KINDS))
         for move in self._moves:
             total += move.sent * move.count
@@ -194,12 +194,12 @@ class AutoPlan:
 
     @property
     def wire_bytes(self) -> int:
-        """What a device sends in one call."""
+        """The bytes that a device sends in one call."""
         return sum(self.sent_bytes.values())
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the plan itself was compiled with `prove`."""
+        """Returns whether the plan itself was compiled with `prove`."""
         return any(trial.is_chosen for trial in self.compiled)
 
     @functools.cached_property
@@ -288,7 +288,7 @@ class AutoPlan:
 
     @functools.cached_property
     def regions(self) -> tuple[RegionUse, ...]:
-        """How each `shardrules.region` runs, and what its alternatives would take instead."""
+        """The layout of each `shardrules.region`, and what its alternatives would take instead."""
         return region_uses(self.task.problem, self.choice)
 
     def uses(self, path: str) -> tuple[ArrayUse, ...]:

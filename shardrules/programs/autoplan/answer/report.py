@@ -1,4 +1,4 @@
-"""What an autoplan found, as a record to keep: without the function, the program and the search."""
+"""A record of an autoplan to keep: without the function, the program and the search."""
 
 import json
 import typing
@@ -23,7 +23,7 @@ _Report = TypeVar("_Report")
 @final
 @attrs.frozen
 class AutoPlanReport:
-    """What `autoplan` found, to keep in a file and show on a page.
+    """The result of `autoplan`, to keep in a file and show on a page.
 
     ```python
     planned = sr.autoplan(lambda w, x: x @ w, jnp.ones((64, 64)), jnp.ones((4096, 64)), mesh=sr.mesh_shape("data:8"))
@@ -39,17 +39,17 @@ class AutoPlanReport:
     cost: float
     """The modelled time of a call, in seconds."""
     bound: float
-    """What every plan costs at least."""
+    """The least seconds that any plan takes."""
     time: StepTime
     sent_bytes: tuple[tuple[str, int], ...]
-    """What a device sends in one call, by kind of collective."""
+    """The bytes that a device sends in one call, by kind of collective."""
     peak_bytes: int
     memory_limit: int
     price_of_memory: float
-    """What one more byte of memory would save, in seconds."""
+    """The seconds that one more byte of memory would save."""
     split_dims: tuple[SplitDim, ...]
     regions: tuple[RegionUse, ...]
-    """How each `shardrules.region` runs, and what its alternatives would take."""
+    """The layout of each `shardrules.region`, and what its alternatives would take."""
     frontier: tuple[FrontierPoint, ...]
     """The best plans for other budgets, if requested."""
     candidates: tuple[Candidate, ...]

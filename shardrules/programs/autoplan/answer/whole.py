@@ -26,10 +26,10 @@ class WholeOperation:
     name: str
     count: int
     seconds: float
-    """What computing them on whole arrays takes in one call, as far as it is known: memory, and matmuls."""
+    """The time of computing them on whole arrays in one call, as far as it is known: memory, and matmuls."""
     move_seconds: float
     gathered_bytes: float
-    """What a device sends to have their operands whole."""
+    """The bytes that a device sends to have their operands whole."""
 
 
 def whole_operations(problem: Problem, choice: Sequence[int]) -> Iterator[WholeOperation]:

@@ -1,4 +1,4 @@
-"""When a search has to end."""
+"""Deadlines of searches."""
 
 import time
 from typing import Self, final
@@ -6,9 +6,8 @@ from typing import Self, final
 import attrs
 
 _LEAST_SECONDS = 0.1
-"""What a solver gets once the time is up, in seconds: HiGHS returns nothing at all if it gets none, and small programs
-are solved in that. A search calls a handful of solvers after its deadline, so with ten times as much a time limit
-would be missed by seconds; with a tenth, late searches would return fewer plans."""
+"""The seconds that a solver gets once the time is up, chosen by hand: HiGHS returns nothing at all if it gets none, and
+small programs are solved in that."""
 
 
 @final
@@ -26,12 +25,11 @@ class Deadline:
 
     @property
     def seconds_left(self) -> float:
-        """How far away it is; negative once it is over."""
+        """The seconds until it; negative once it is over."""
         return self.moment - time.monotonic()
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is up."""
         return self.seconds_left <= 0
 
     def earlier(self, seconds: float) -> "Deadline":

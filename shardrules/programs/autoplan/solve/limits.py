@@ -13,13 +13,11 @@ from shardrules.programs.autoplan.solve.search import SearchResult, Task
 from shardrules.programs.autoplan.solve.trials import BETTER, Trial
 
 _SLOW = 1.15
-"""How many times as long a plan takes as its bound, and as a plan for which compilers have to save memory, before that
-one is better: such plans overlap less, which takes up to a tenth. With twice the excess, plans are slower for nothing.
-"""
+"""The factor over its bound, and over a plan for which compilers have to save memory, from which a plan is slow and
+that one is better; chosen by hand: such plans overlap less, which takes up to a tenth."""
 
 _ROOM_COST = 0.03
-"""By what part a plan may cost more that leaves room for what the model of memory is off by. With much more, plans are
-slower than those of experts that fit; with none, some need a per cent more than their limit."""
+"""The part by which a plan may cost more that leaves room for what the model of memory is off by; chosen by hand."""
 
 
 def search_within(

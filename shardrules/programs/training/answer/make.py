@@ -203,10 +203,11 @@ def _frontier(search: TrainingSearch) -> tuple[FrontierPoint, ...]:
 
 
 _SHOWN = 5e-4
-"""The least part by which a candidate is called slower: less is shown as 0.0 %."""
+"""The least part by which a candidate is called slower, chosen by hand: less is shown as 0.0 %."""
 
 _HELPS = 1.01
-"""How many times the examples a second a change has to give to be shown: less is within what models are off by."""
+"""The least gain in examples a second for which a change is shown, chosen by hand: less is within what models are off
+by."""
 
 
 def _advice(search: TrainingSearch, chosen: Outcome, remarks: Remarks) -> tuple[Advice, ...]:
@@ -325,7 +326,7 @@ def _findings(
 
 
 _PINNED_BYTES = 64 * 2**30
-"""How much memory of the host JAX allows a process on GPUs by default, over all of its devices."""
+"""The memory of the host that JAX allows a process on GPUs by default, over all of its devices."""
 
 
 def _host_findings(search: TrainingSearch, outcome: Outcome) -> Iterator[Finding]:

@@ -50,15 +50,15 @@ class TrainingPlan:
     report: TrainingPlanReport = attrs.field(repr=False)
     """All figures, as a record."""
     _problem: TrainingProblem = attrs.field(repr=False)
-    """What was planned."""
+    """The step, its arguments and the cluster."""
     _outcomes: tuple[Outcome, ...] = attrs.field(repr=False)
     """The plans that fit by the model, this one first, then the others by their time."""
     compiled: tuple[ProvedPlan, ...] = ()
-    """What was compiled with `prove`, the best first: this plan, unless the compiler failed at it, and others."""
+    """The plans compiled with `prove`, the best first: this plan, unless the compiler failed at it, and others."""
 
     @property
     def recipe(self) -> Recipe:
-        """How the gradient is computed."""
+        """The recipe by which the gradient is computed."""
         return self._training_step.recipe
 
     @property
@@ -83,12 +83,12 @@ class TrainingPlan:
 
     @property
     def schedule(self) -> PipelineSchedule | None:
-        """Which stage computes the layers of which microbatch when; `None` without stages."""
+        """The stage that computes the layers of each microbatch at each time; `None` without stages."""
         return self.report.schedule
 
     @property
     def frontier(self) -> Frontier:
-        """What memory is worth, by all that was planned."""
+        """The worth of memory, by all that was planned."""
         return self.report.as_frontier()
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""What the compiler makes of training plans."""
+"""Training plans by the compiler: the plans to compile, and the answer."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Self, final
@@ -33,11 +33,11 @@ class ProvedPlan:
 
     mesh: str
     recipe: str
-    """How gradients are computed, in words."""
+    """The recipe of the gradients, in words."""
     modelled_seconds: float
     modelled_bytes: int
     audit: AuditReport
-    """What the compiled program does."""
+    """The audit of the compiled program."""
     memory_limit: int
     flag: str = ""
     """The flag without which the compiler fails at it, as in `CompileError`; empty for most."""
@@ -54,7 +54,6 @@ class ProvedPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the compiled program fits."""
         return self.peak_bytes <= self.memory_limit
 
     def __str__(self) -> str:
@@ -172,7 +171,7 @@ class TrainingProof:
 
     @property
     def ranked(self) -> tuple[ProvedPlan, ...]:
-        """What was compiled, the best first: plans that fit by their time, then the others by what they need."""
+        """The compiled plans, the best first: plans that fit by their time, then the others by what they need."""
         return tuple(
             sorted(
                 self.proved.values(),
@@ -182,8 +181,8 @@ class TrainingProof:
 
     @property
     def factor(self) -> float:
-        """What the model says that plans take over what they need, for the one of which it says most: it is off by
-        about as much for others of the same step. 0 if nothing is known."""
+        """The modelled bytes of plans over the bytes that they need, at most: the model is off by about as much for
+        others of the same step. 0 if nothing is known."""
         peaks = self.compilations.peaks
         fitting = [outcome for outcome in peaks if outcome.fits]
         return max((outcome.peak_bytes / peaks[outcome] for outcome in fitting or peaks), default=0.0)

@@ -21,16 +21,16 @@ from shardrules.programs.pipelines.schedule import PipelineSchedule
 from shardrules.programs.training.stages.run import tick_count
 
 _SHOWN_CANDIDATES = 24
-"""How many candidates are printed: one for each mesh, and the best recipes. `candidates` has all."""
+"""The candidates that are printed at most, chosen by hand: one for each mesh, and the best recipes."""
 
 _HARDLY = 0.005
-"""The part of a time that is not worth a word: with three digits, both often print the same."""
+"""The part of a time that is not worth a word, chosen by hand: with three digits, both often print the same."""
 
 _LONGEST_REASON = 100
-"""How many characters of why a candidate was refused are printed. Doubled, tables wrap; `candidates` has it all."""
+"""The characters of a candidate's reason that are printed, chosen by hand: `candidates` has it all."""
 
 _LISTED_ARRAYS = 4
-"""How many arrays of the batch a line lists. Doubled, lines of batches with many arrays wrap."""
+"""The arrays of the batch that a line lists; chosen by hand."""
 
 
 @final
@@ -42,23 +42,23 @@ class TrainingCandidate:
     microbatches: int
     groups: int
     keep: str
-    """What the backward pass keeps, in words."""
+    """The arrays that the backward pass keeps, in words."""
     seconds: float | None
     """The modelled time of a step; `None` where nothing was planned."""
     peak_bytes: int
     fits: bool
     reason: str = ""
-    """Why it lost; empty for the plan itself."""
+    """The reason it lost; empty for the plan itself."""
     host_bytes: int = 0
-    """What a device has in the memory of its host."""
+    """The bytes that a device has in the memory of its host."""
     stages: int = 1
-    """How many groups of layers compute side by side, each with another microbatch."""
+    """The groups of layers that compute side by side, each with another microbatch."""
     chunks: int = 1
-    """How many chunks of layers a stage has."""
+    """The chunks of layers that a stage has."""
 
     @property
     def batch_text(self) -> str:
-        """How many microbatches there are, and in how many stages or how often gradients are reduced."""
+        """The count of microbatches, and in how many stages or how often gradients are reduced."""
         if self.microbatches == 1:
             return "1"
         if self.stages > 1:
@@ -70,7 +70,7 @@ class TrainingCandidate:
 @final
 @attrs.frozen
 class Advice:
-    """What another set-up would give, planned in the same way."""
+    """Another set-up, planned in the same way."""
 
     change: str
     seconds: float
@@ -78,13 +78,13 @@ class Advice:
     examples_per_second: float
     peak_bytes: int
     gain: float
-    """How many times the examples per second of the plan."""
+    """The examples per second over those of the plan."""
 
 
 @final
 @attrs.frozen
 class TrainingPlanReport:
-    """What `plan_training` found, to keep in a file and show on a page.
+    """The result of `plan_training`, to keep in a file and show on a page.
 
     ```python
     import optax
@@ -104,9 +104,9 @@ class TrainingPlanReport:
     microbatches: int
     groups: int
     gradient_dtype: str
-    """What gradients of microbatches add up in; empty without microbatches."""
+    """The dtype in which gradients of microbatches add up; empty without microbatches."""
     keep: str
-    """What the backward pass keeps, in words."""
+    """The arrays that the backward pass keeps, in words."""
     time: StepTime
     cost: float
     """The modelled time of a step, in seconds."""
@@ -115,13 +115,13 @@ class TrainingPlanReport:
     split_arrays: tuple[str, ...]
     """The arrays of the batch that have examples, with the dims of these."""
     whole_arrays: tuple[str, ...]
-    """Those that are the same for all examples."""
+    """The arrays that are the same for all examples."""
     tokens: int
     """The tokens of a step; 0 if no array of the batch looks something up, as tokens do in a table of words."""
     model_flops: int
     """The FLOPs of the step as written, over all devices: nothing that is computed again counts."""
     peak_flops: float
-    """What the devices reach together at most, in FLOP/s."""
+    """The FLOP/s that the devices reach together at most."""
     peak_bytes: int
     memory_limit: int
     memory: tuple[tuple[str, int], ...]
@@ -129,12 +129,12 @@ class TrainingPlanReport:
     host_memory: tuple[tuple[str, int], ...]
     """The bytes that a device has in the memory of its host, by category."""
     host_exchanged_bytes: int
-    """What a device sends to its host in a step, and fetches from there."""
+    """The bytes that a device sends to its host in a step, and fetches from there."""
     sent_bytes: tuple[tuple[str, int], ...]
-    """What a device sends in a step, by kind of collective."""
+    """The bytes that a device sends in a step, by kind of collective."""
     split_dims: tuple[SplitDim, ...]
     regions: tuple[RegionUse, ...]
-    """How each `shardrules.region` runs, and what its alternatives would take."""
+    """The layout of each `shardrules.region`, and what its alternatives would take."""
     candidates: tuple[TrainingCandidate, ...]
     frontier: tuple[FrontierPoint, ...]
     advice: tuple[Advice, ...]
@@ -142,15 +142,15 @@ class TrainingPlanReport:
     plan: ShardingPlan
     """The plan of model, state and batch."""
     stages: int = 1
-    """How many groups of layers compute side by side, each with another microbatch."""
+    """The groups of layers that compute side by side, each with another microbatch."""
     why_no_stages: str = ""
-    """Why layers are not in stages; empty where they are."""
+    """The reason that layers are not in stages; empty where they are."""
     chunks: int = 1
-    """How many chunks of layers a stage has, through which microbatches go one after another."""
+    """The chunks of layers that a stage has, through which microbatches go one after another."""
 
     @property
     def schedule(self) -> PipelineSchedule | None:
-        """Which stage computes the layers of which microbatch when; `None` without stages.
+        """The stage that computes the layers of each microbatch at each time; `None` without stages.
 
         What comes before the layers, and after them, is computed for all microbatches at once.
         """
@@ -167,7 +167,6 @@ class TrainingPlanReport:
 
     @property
     def examples_per_second(self) -> float:
-        """How many examples are trained on in a second."""
         return self.examples / self.cost if self.cost else 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""How many tokens a batch has: arrays of integers that look something up, unlike images and keys of random numbers."""
+"""Tokens of a batch: arrays of integers that look something up, unlike images and keys of random numbers."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -33,7 +33,8 @@ def token_count(trace: TracedLoss) -> int:
 
 
 _Test: TypeAlias = Callable[[JaxprEqn, Callable[[Any], bool], Callable[[Any], bool]], bool]
-"""Whether an equation looks up tokens, from whether a variable is computed from them, and whether it is an iota."""
+"""A test for equations that look up tokens, given whether a variable is computed from them, and whether it is an
+iota."""
 
 
 def _gathers(equation: JaxprEqn, is_reached: Callable[[Any], bool], is_iota: Callable[[Any], bool]) -> bool:
@@ -47,7 +48,7 @@ def _is_one_hot(equation: JaxprEqn, is_reached: Callable[[Any], bool], is_iota: 
 
 
 def _looks_up(jaxpr: Jaxpr, variables: Iterable[Any], iotas: Iterable[Any], is_look_up: _Test) -> bool:
-    """Whether integers that are computed from some variables are looked up."""
+    """Returns whether integers that are computed from some variables are looked up."""
     reached, counters = dict.fromkeys(variables), dict.fromkeys(iotas)
 
     def is_reached(var: Any) -> bool:

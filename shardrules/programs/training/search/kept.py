@@ -1,4 +1,4 @@
-"""What of the arrays that the backward pass keeps is on each device."""
+"""The part of the arrays that the backward pass keeps that is on each device."""
 
 from shardrules.core.axes import mesh_sizes
 from shardrules.core.spec import shard_bytes

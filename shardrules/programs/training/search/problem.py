@@ -1,4 +1,4 @@
-"""What a training plan is searched for, and what planning it on a mesh with a recipe gives."""
+"""The problem of a training plan, and the outcome of planning it on a mesh with a recipe."""
 
 import functools
 import math
@@ -37,12 +37,12 @@ from shardrules.programs.training.stages.layouts import stage_layouts
 from shardrules.programs.training.step import Recipe, TrainingStep
 
 REFUSALS = (DoesNotFitError, MeshError, MicrobatchError, PlanError, UnknownAxisError)
-"""What keeps a mesh and a recipe from being planned for, where others may be: a torus, pins and constraints on axes
-that a mesh lacks, microbatches that would tear examples apart."""
+"""Errors of one mesh and recipe, where others may be planned for: a torus, pins and constraints on axes that a mesh
+lacks, microbatches that would tear examples apart."""
 
 
 _KEPT_QUERIES = 3
-"""How many queries are kept, chosen by hand: each holds a traced step, of many megabytes for hundreds of layers."""
+"""The queries that are kept, chosen by hand: each holds a traced step, of many megabytes for hundreds of layers."""
 
 
 @final
@@ -59,7 +59,7 @@ class TrainingProblem:
     host_memory: int | str | None = None
     """The most memory of its host that a device may use; by default as much as it has itself."""
     _keep_choices: dict[tuple[int, bool, bool], tuple[Keep, ...]] = attrs.field(factory=dict, init=False, repr=False)
-    """What microbatches may keep, for their number, whether hosts have memory, and whether layers are in stages."""
+    """The choices of microbatches, for their number, whether hosts have memory, and whether layers are in stages."""
     _queries: dict[tuple[Shape, Recipe], Query] = attrs.field(factory=dict, init=False, repr=False)
 
     def check_possible(self) -> None:
@@ -165,7 +165,7 @@ class TrainingProblem:
 
     @functools.cached_property
     def split_refusal(self) -> str:
-        """Why the loss cannot be computed by microbatches; empty where it can."""
+        """The reason that the loss cannot be computed by microbatches; empty where it can."""
         try:
             _ = self._split
         except MicrobatchError as error:
@@ -222,12 +222,12 @@ class TrainingProblem:
 
     @functools.cached_property
     def layer_count(self) -> int:
-        """How many layers the loop over layers has; raises `MicrobatchError` where there is none."""
+        """The layers of the loop over layers; raises `MicrobatchError` where there is none."""
         return LayerLoop.of(self._split.staged_forward, self._split.is_batched).layer_count
 
     @functools.cached_property
     def _has_equal_layers(self) -> bool:
-        """Whether layers become a loop where they are in stages."""
+        """Returns whether layers become a loop where they are in stages."""
         return self._split.staged_forward is not self._split.forward
 
     @functools.cached_property
@@ -257,12 +257,12 @@ class TrainingProblem:
 @final
 @attrs.frozen(eq=False)
 class Outcome:
-    """What planning on a mesh with a recipe gave."""
+    """The outcome of planning on a mesh with a recipe."""
 
     shape: Shape
     mesh: str
     recipe: Recipe
-    """With the bytes that each device keeps."""
+    """The recipe, with the bytes that each device keeps."""
     result: SearchResult | None
     """The layouts; `None` where the mesh was refused."""
     seconds: float
@@ -270,18 +270,18 @@ class Outcome:
     peak_bytes: int
     fits: bool
     refusal: str = ""
-    """Why nothing was searched."""
+    """The reason that nothing was searched."""
     batch_splits: int = 1
-    """Over how many devices the batch is split."""
+    """The devices over which the batch is split."""
     planning_seconds: float = 0.0
     read_seconds: float = 0.0
-    """How long it took to trace the step and to read its layouts."""
+    """The seconds that it took to trace the step and to read its layouts."""
     argument_bytes: int = 0
-    """What model, state and batch take of a device."""
+    """The bytes of model, state and batch on a device."""
     host_bytes: int = 0
-    """What a device has in the memory of its host."""
+    """The bytes that a device has in the memory of its host."""
     paired_bytes: int = 0
-    """The part of `peak_bytes` that the layouts say nothing of: what rounds of loops take that run in pairs."""
+    """The part of `peak_bytes` that the layouts say nothing of: rounds of loops that run in pairs."""
     compute_seconds: float = 0.0
     """The part of `seconds` in which devices compute."""
 
@@ -368,7 +368,7 @@ def argument_bytes(plan: AutoPlan) -> list[int]:
 
 
 def _batch_splits(plan: AutoPlan, example_dims: ExampleDims) -> int:
-    """Over how many devices the plan splits the examples of the batch, the last argument."""
+    """Returns over how many devices the plan splits the examples of the batch, the last argument."""
     sizes = mesh_sizes(plan.mesh)
     owners = zip(plan.specs, plan.call.argument_indices, strict=True)
     specs = [spec for spec, owner in owners if owner == len(plan.args) - 1]

@@ -24,48 +24,43 @@ from shardrules.programs.training.search.problem import Outcome, TrainingProblem
 from shardrules.programs.training.step import Recipe
 
 _MOST_MESHES = 16
-"""How many meshes are planned without a limit: about five to begin with, and their neighbours. Halved, meshes of three
-axes are hardly reached; doubled, searches that change nothing take as long as all others."""
+"""The meshes that are planned without a limit at most, chosen by hand: about five to begin with, and their
+neighbours."""
 
 _MOST_PLANS = 90
-"""How many times a step is planned: 2 to 4 seconds each for scanned layers on one core. Doubled, plans near the least
-memory are a little better, and searches on slow machines end by their time limit."""
+"""The plans of a search at most, chosen by hand: 2 to 4 seconds each for scanned layers on one core."""
 
 _LESS = 0.98
-"""By what factor twice as many microbatches have to lower the least peak for more to be tried. With 1, searches in
-which nothing fits go on to single examples, for hardly a per cent."""
+"""The factor by which doubling the microbatches has to lower the least peak for more to be tried; chosen by hand."""
 
 _TIE = 1e-3
-"""By what part a plan has to be faster than a simpler one to be better: models of costs tell no less apart."""
+"""The part by which a plan has to be faster than a simpler one to be better, chosen by hand: models of costs tell no
+less apart."""
 
 
 _HOST_MESHES = 3
-"""On how many meshes steps are planned with the optimizer's state on hosts. Doubled, searches in which hardly anything
-fits take up to 20 plans longer."""
+"""The meshes on which steps are planned with the optimizer's state on hosts; chosen by hand."""
 
 _MOST_HOST_PLANS = 30
-"""How many plans are made with the optimizer's state on hosts, beside the others. Halved, larger models than fit are
-not searched to the end."""
+"""The plans with the optimizer's state on hosts at most, beside the others; chosen by hand."""
 
 _HOST_PARTS = 3
-"""How often the part of the state on hosts is halved or raised again, to eighths. Each more is one plan, for a part
-that takes half as long as the one before."""
+"""The times that the part of the state on hosts is halved or raised again, to eighths; chosen by hand."""
 
 _ANSWERING = 0.7
-"""How long it takes to answer, as a part of the time that tracing a step and reading its layouts takes, chosen by hand:
-for GPTs in lists of 10 and 32 blocks, 1.1 s of a core beside 1.6 s, and 1.5 s beside 5 s."""
+"""The time to answer, as a part of the time that tracing a step and reading its layouts takes, chosen by hand: for GPTs
+in lists of 10 and 32 blocks, 1.1 s of a core beside 1.6 s, and 1.5 s beside 5 s."""
 
 _MOST_EARLY = 16
-"""With how many microbatches at most the first plan is looked for that fits, chosen by hand: with more, recomputing is
+"""The microbatches at most with which the first plan is looked for that fits, chosen by hand: with more, recomputing is
 likely to take less time."""
 
 _SURE = 0.8
-"""Which part of the time that recomputing is estimated to take counts where a recipe is left for it, chosen by hand: of
-a GPT on 16 H100s, what takes 9.4 ms was estimated at 10.4."""
+"""The part of the estimated time of recomputing that counts where a recipe is left for it, chosen by hand: of a GPT on
+16 H100s, what takes 9.4 ms was estimated at 10.4."""
 
 _SAME = 1e-6
-"""By what part times and peaks of the same plan differ: sums in another order. With 1e-2, plans that compile to 5 %
-more memory count as the same."""
+"""The part by which times and peaks of the same plan differ, chosen by hand: sums in another order."""
 
 
 @final
@@ -75,13 +70,13 @@ class TrainingSearch:
 
     problem: TrainingProblem
     microbatches: int | None
-    """How many microbatches to plan for, if the user says so."""
+    """The requested number of microbatches."""
     stages: int | None
-    """How many stages to plan for, if the user says so."""
+    """The requested number of stages."""
     deadline: Deadline
     progress: Callable[[str], None]
     limit_bytes: float = attrs.field(default=attrs.Factory(lambda search: search.problem.limit_bytes, takes_self=True))
-    """What plans may take by the model."""
+    """The bytes that plans may take by the model."""
     free: dict[Shape, Outcome] = attrs.field(factory=dict)
     """For each mesh the fastest recipe, without a limit of memory."""
     columns: dict[tuple[Shape, Recipe], Outcome] = attrs.field(factory=dict)
@@ -89,22 +84,20 @@ class TrainingSearch:
     outcomes: dict[tuple[Shape, Recipe], Outcome] = attrs.field(factory=dict)
     """Within the limit."""
     beaten: dict[tuple[Shape, Recipe], str] = attrs.field(factory=dict)
-    """Why recipes were not planned within the limit."""
+    """The reason that a recipe was not planned within the limit."""
     count: int = 0
-    """How many plans were made."""
     longest_seconds: float = 0.0
     answer_seconds: float = 0.0
-    """How long it takes to answer, once the search is over."""
+    """The time to answer, once the search is over."""
     is_cut: bool = False
-    """Whether the time was up in the middle of a plan."""
+    """True once the time was up in the middle of a plan."""
     most_count: int = _MOST_PLANS
-    """How many plans may be made."""
     host_part: float = 0.0
-    """Which part of the optimizer's state is on hosts, in recipes that are made."""
+    """The part of the optimizer's state on hosts, in recipes that are made."""
     is_late: bool = False
-    """Whether the time was up before the search was done."""
+    """True once the time was up before the search was done."""
     why_no_stages: str = ""
-    """Why layers are not in stages; empty where they are."""
+    """The reason that layers are not in stages; empty where they are."""
 
     def run(self) -> None:
         """Searches for plans in which all devices compute all layers."""
@@ -198,7 +191,7 @@ class TrainingSearch:
         return min(planned, key=lambda outcome: outcome.peak_bytes, default=None)
 
     def shrink(self) -> None:
-        """Where nothing fits, plans once more what takes the least memory: for as little as it can take.
+        """Plans once more what takes the least memory, where nothing fits: for as little as it can take.
 
         That a recipe does not fit may be certain before anything is planned: of such recipes, the one that needs least.
         """
@@ -220,13 +213,13 @@ class TrainingSearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether another plan would take longer than there is time for, or more plans were made than are worth it."""
+        """Returns whether another plan would take longer than there is time for, or enough were made."""
         self.is_late |= not self.has_time
         return self.is_late or self.count >= self.most_count
 
     @property
     def has_time(self) -> bool:
-        """Whether there is time for another plan, and for the answer."""
+        """Returns whether there is time for another plan, and for the answer."""
         return self.deadline.seconds_left > self.longest_seconds + self.answer_seconds
 
     def first_keep(self, microbatches: int) -> int:
@@ -433,7 +426,7 @@ class TrainingSearch:
             low, high = (low, middle) if self.outcomes[best.shape, recipe].fits else (middle, high)
 
     def fits(self, shape: Shape, microbatches: int, groups: int, keep_index: int) -> bool:
-        """Whether a recipe fits on a mesh."""
+        """Returns whether a recipe fits on a mesh."""
         recipe = self.recipe(microbatches, groups, keep_index)
         if (shape, recipe) not in self.outcomes:
             if self.is_over:
@@ -442,7 +435,7 @@ class TrainingSearch:
         return self.outcomes[shape, recipe].fits
 
     def loses(self, shape: Shape, recipe: Recipe, bound: float) -> bool:
-        """Whether a mesh that takes so long at least cannot be better than the best plan."""
+        """Returns whether a mesh that takes so long at least cannot be better than the best plan."""
         best = self.best
         if best is None:
             return False
@@ -471,7 +464,7 @@ def first_fitting(keep_indices: Sequence[int], fits: Callable[[int], bool]) -> i
 
 
 def _is_same(first: Outcome, second: Outcome) -> bool:
-    """Whether two meshes have the same layouts under other names, as far as costs tell."""
+    """Returns whether two meshes have the same layouts under other names, as far as costs tell."""
     pairs = (first.seconds, second.seconds), (first.peak_bytes, second.peak_bytes)
     return first.recipe == second.recipe and all(math.isclose(*pair, rel_tol=_SAME) for pair in pairs)
 

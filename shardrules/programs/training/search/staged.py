@@ -21,27 +21,26 @@ from shardrules.programs.training.search.search import TrainingSearch, first_fit
 from shardrules.programs.training.stages.run import STAGE_AXIS, tick_count
 
 _INNER_SIZES = (1, 2, 4, 8)
-"""The sizes of an innermost axis inside of stages. With 16, stages would send over slow networks for each layer."""
+"""The sizes of an innermost axis inside of stages, chosen by hand: larger ones would send over slow networks."""
 
 _MOST_PADDING = 0.125
-"""How many places without a layer stages may have, as a part of the layers: each takes as long as a layer."""
+"""The places without a layer that stages may have, as a part of the layers; chosen by hand."""
 
 _MOST_MICROBATCHES = (32, 8)
-"""How many microbatches there are for each stage at most: with 32 stages wait for 3 % of the time, with 8 for 11 %.
-With more, smaller and smaller microbatches would save less and less."""
+"""The microbatches for each stage at most, chosen by hand: with 32 stages wait for 3 % of the time, with 8 for 11 %."""
 
 _CHUNKS = (2, 4)
-"""Into how many chunks the layers of stages are cut. With more, microbatches are sent more often for bubbles that are
-shorter than a per cent."""
+"""The chunks into which the layers of stages are cut; chosen by hand."""
 
 _PLANS = 10
-"""One plan with stages for so many without, and as many again with chunks: with an axis more, they take up to five
-times as long. With one for eight, searches take up to 1.52 times as long as without stages."""
+"""One plan with stages for so many without, and as many again with chunks; chosen by hand: with an axis more, they take
+up to five times as long."""
 
 _NO_TIME = "time_limit left no time for them"
 
 _MOST_ASKED = 24
-"""After how many plans no other set-up is begun where the user asks for stages: four meshes, six plans each."""
+"""The plans after which no other set-up is begun where the user asks for stages, chosen by hand: four meshes, six plans
+each."""
 
 
 def search_plans(search: TrainingSearch) -> None:
@@ -69,7 +68,7 @@ class Staging:
     """The stages first."""
     microbatches: int
     places: int
-    """How many layers stages have room for."""
+    """The layers that stages have room for."""
     chunks: int = 1
 
     @property
@@ -78,11 +77,11 @@ class Staging:
 
     @property
     def rounds(self) -> int:
-        """How many chunks of microbatches a stage has time for."""
+        """The chunks of microbatches that a stage has time for."""
         return tick_count(self.stages, self.microbatches, self.chunks)
 
     def least_seconds(self, compute_seconds: float, layers: int) -> float:
-        """What it takes at least, if computing takes so long where no device waits."""
+        """The least time, if computing takes so long where no device waits."""
         return compute_seconds * self.rounds / (self.chunks * self.microbatches) * self.places / layers
 
     def __str__(self) -> str:
@@ -99,7 +98,7 @@ class StageSearch:
     plans: dict[Staging, Outcome] = attrs.field(factory=dict)
     """The fastest plan of each set-up, without a limit of memory."""
     why_none: str = ""
-    """Why the first set-up was refused for which there is no plan."""
+    """The reason that the first set-up was refused for which there is no plan."""
 
     def run(self) -> None:
         """Plans, and notes why the best plan has no stages."""
@@ -156,7 +155,7 @@ class StageSearch:
         return [staging for turn in turns for staging in turn if staging is not None]
 
     def refusal(self) -> str:
-        """Why layers cannot be in stages; empty where they can."""
+        """The reason that layers cannot be in stages; empty where they can."""
         problem = self.problem
         if problem.cluster.mesh is not None and STAGE_AXIS not in problem.cluster.mesh.shape:
             return f"the mesh has no axis {STAGE_AXIS!r}"
@@ -185,7 +184,6 @@ class StageSearch:
 
     @property
     def problem(self) -> TrainingProblem:
-        """What is planned."""
         return self.search.problem
 
     def stagings(self) -> Iterator[Staging]:
@@ -207,7 +205,6 @@ class StageSearch:
                     yield Staging(shape, count, places)
 
     def allows(self, shape: Shape) -> bool:
-        """Whether a mesh with stages is possible."""
         mesh = self.problem.cluster.mesh
         if mesh is None:
             return self.problem.cluster.allows(shape)
@@ -215,7 +212,7 @@ class StageSearch:
         return next(iter(sizes)) == STAGE_AXIS and tuple(size for size in sizes.values() if size > 1) == shape
 
     def obstacle(self) -> str:
-        """Why no mesh and no number of microbatches suits stages."""
+        """The reason that no mesh and no number of microbatches suits stages."""
         problem, request = self.problem, self.search.stages
         layers, count, mesh = problem.layer_count, problem.cluster.count, problem.cluster.mesh
         if mesh is not None and (next(iter(mesh.shape)) != STAGE_AXIS or request != mesh.shape[STAGE_AXIS]):
@@ -238,7 +235,7 @@ class StageSearch:
         return max((count for count in counts if examples % (count * splits) == 0 and count % stages == 0), default=0)
 
     def least_seconds(self, staging: Staging) -> float:
-        """What a set-up takes at least: what computing takes, and waiting."""
+        """The least time of a set-up: what computing takes, and waiting."""
         outcomes = [outcome for outcome in self.search.free.values() if outcome.result is not None]
         compute = min((outcome.compute_seconds for outcome in outcomes), default=0.0)
         return staging.least_seconds(compute, self.problem.layer_count)
@@ -255,14 +252,13 @@ class StageSearch:
             first_fitting(range(len(keeps)), lambda index: self.plan_one(staging, keeps[index]).fits)
 
     def keeps(self, staging: Staging) -> list[Keep]:
-        """What the backward pass may keep, from the fastest on: all microbatches keep it at once."""
+        """The choices of what the backward pass keeps, from the fastest on: all microbatches keep it at once."""
         keeps = self.problem.keeps(staging.microbatches, has_stages=True)
         rounds, most = staging.rounds / staging.chunks, self.problem.host_limit_bytes * self.problem.cluster.count
         first = min(range(len(keeps)), key=lambda index: (keeps[index].seconds, index))
         return [keeps[first], *(keep for keep in keeps[first + 1 :] if rounds * keep.host_bytes <= most)]
 
     def may_win(self, free: Outcome) -> bool:
-        """Whether a plan that fits may be better than the best, given the fastest without a limit of memory."""
         best = self.search.best
         return best is None or free.seconds < best.seconds
 
