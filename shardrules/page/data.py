@@ -29,19 +29,10 @@ from shardrules.programs.pipelines.schedule import PipelineSchedule
 from shardrules.programs.training.answer.report import TrainingPlanReport
 
 WIDTH, HEIGHT = 1600.0, 720.0
-"""The size of the treemap in pixels, which the page scales, chosen by hand: about a full screen."""
+"""The size of the treemap in pixels, which the page scales: about a full screen."""
 
 _DRAWN_KINDS = 500
-"""The kinds of leaves that get a picture of their blocks, the largest first; chosen by hand."""
-
-_MOST_DRAWN = 1024
-"""The microbatches of all stages up to which a schedule is drawn, chosen by hand: each takes 400 bytes of the page."""
-
-_LISTED_COLLECTIVES = 300
-"""The collectives that are listed at most, the most expensive first; chosen by hand."""
-
-_LISTED_LINES = 100
-"""The lines of code that are listed at most, the longest first; chosen by hand."""
+"""At most this many kinds of leaves get a picture of their blocks, the largest first. Chosen by hand."""
 
 
 @final
@@ -65,7 +56,7 @@ class Origin:
 @final
 @attrs.frozen
 class Results:
-    """The results that a page shows: an audit, an autoplan, a training plan."""
+    """Further results on a page: an audit, an autoplan, a training plan."""
 
     audit: AuditReport | None = None
     planned: AutoPlanReport | None = None
@@ -198,12 +189,11 @@ def _audit_data(report: AuditReport) -> dict[str, Any]:
         "peak_bytes": report.peak_bytes,
         "capacity_bytes": report.hardware.memory_bytes,
         "axes": [_axes_data(name, report) for name, total in report.totals_by_axes().items() if total.wire_bytes],
-        "collectives": [attrs.asdict(group) for group in group_collectives(report.collectives)[:_LISTED_COLLECTIVES]],
+        # The most expensive first: the rest is far below 1 % of the time.
+        "collectives": [attrs.asdict(group) for group in group_collectives(report.collectives)[:300]],
         "modules": [[module.path, module.flops, module.wire_bytes] for module in by_cost(report.modules)],
         "seconds": report.step_time(),
-        "lines": [
-            _line_data(line) for line in report.lines[:_LISTED_LINES] if line.seconds or line.communication_seconds
-        ],
+        "lines": [_line_data(line) for line in report.lines[:100] if line.seconds or line.communication_seconds],
         "timeline": timeline_svg(report.timeline),
         "timeline_kinds": [kind for kind in KINDS if any(event.kind == kind for event in report.timeline.events)],
         "findings": [finding_to_json(finding) for finding in report.findings],
@@ -257,7 +247,8 @@ def _autoplan_data(report: AutoPlanReport) -> dict[str, Any]:
 def _schedule_data(schedule: PipelineSchedule | None) -> dict[str, str] | None:
     if schedule is None:
         return None
-    is_drawn = schedule.stages * schedule.microbatches <= _MOST_DRAWN
+    # Chosen by hand: of more microbatches, boxes are soon narrower than a pixel.
+    is_drawn = schedule.stages * schedule.microbatches <= 1_024
     return {"svg": schedule.picture().to_svg() if is_drawn else "", "label": schedule.summary}
 
 

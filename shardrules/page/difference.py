@@ -13,7 +13,7 @@ from shardrules.page.frame import framed
 from shardrules.programs.autoplan.answer.move import PlanMove
 
 _DRAWN_GROUPS = 60
-"""The changes that get drawings at most, those of the most bytes first; chosen by hand."""
+"""At most this many changes get drawings, the most bytes first. Chosen by hand."""
 
 
 def diff_page(old: ShardingPlan, new: ShardingPlan, *, title: str, command: str = "") -> str:

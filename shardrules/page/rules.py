@@ -5,10 +5,10 @@ import ast
 from shardrules.core.rule import ShardingPlan, ShardingRule
 
 _MOST_CHARACTERS = 200_000
-"""The characters of rules that are shown at most, chosen by hand: a thousand patterns take less."""
+"""More than a thousand patterns take."""
 
 _WIDTH, _INDENT = 100, 4
-"""Characters of a line and of an indent, as in Python files."""
+"""Characters of a line, as in Python files, and of a level of indentation."""
 
 
 def rules_text(plan: ShardingPlan, rules: ShardingRule | str | None) -> str:

@@ -1,4 +1,4 @@
-"""The comparison of a report with a trace, and how it prints."""
+"""What a comparison of a report with a trace says, and how it prints."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, Self, TypeAlias, final
@@ -13,12 +13,12 @@ from shardrules.programs.costs.step_time import seconds_text
 COMPARISON = Format("shardrules_comparison", 1, "a comparison with a trace")
 
 _MAX_ROWS = 10
-"""The rows that each table prints at most, chosen by hand: all of them fit a screen or two."""
+"""How many rows each table prints: all of them fit a screen or two. The rest is in the comparison's attributes."""
 
 _SAME_PROGRAM = 0.9
-"""The share of time in instructions of the audited program below which a trace may be of another one, chosen by hand:
-traces of the program itself have all of their time there on CPUs, and lose what libraries launch under other names on
-GPUs."""
+"""With a smaller share in instructions of the audited program, a trace may be of another one. Traces of the program
+itself have all of their time there on CPUs, and lose what libraries launch under other names on GPUs. At 0.8 programs
+of other shapes, which share most names, would not be suspected; at 1 every kernel of a library would be."""
 
 _ANOTHER_PROGRAM = (
     "            another program than the audited one? "
@@ -35,7 +35,7 @@ UnmatchedKind: TypeAlias = Literal[
     "kernel",
     "host transfer",
 ]
-"""Parts of a trace that are no part of the modelled program."""
+"""What a trace may have that is no part of the modelled program."""
 
 
 @final
@@ -49,11 +49,11 @@ class ComparedTime:
     name: str
     """A line of code, or the name of an instruction."""
     label: str
-    """The operation of a kernel; kind, axes and array of a collective; empty for a line."""
+    """What it is: the operation of a kernel; kind, axes and array of a collective; empty for a line."""
     line: str
     """The line of code behind it; empty if the compiler added it."""
     count: int
-    """The runs in one step."""
+    """How often it runs in one step."""
     modelled_seconds: float
     measured_seconds: float
     """Of a transfer that runs beside kernels the trace may know only its start and its end. It takes at most the time
@@ -66,7 +66,7 @@ class ComparedTime:
 
     @property
     def difference(self) -> float:
-        """The seconds measured more than modelled."""
+        """How many seconds more are measured than modelled."""
         return self.measured_seconds - self.modelled_seconds
 
 
@@ -81,13 +81,13 @@ class DeviceTime:
     period_seconds: float
     """From the start of a step to that of the next."""
     kernel_seconds: float
-    """The time in which a kernel runs."""
+    """In which a kernel runs."""
     collective_seconds: float
-    """The time in which a collective is in flight."""
+    """In which a collective is in flight."""
     exposed_seconds: float
-    """The time in which a collective is in flight and no kernel runs."""
+    """In which a collective is in flight and no kernel runs."""
     idle_seconds: float
-    """The time within a step in which nothing runs."""
+    """Within a step, in which nothing runs."""
 
 
 @final
@@ -100,7 +100,7 @@ class UnmatchedTime:
     seconds: float
     """In one step."""
     count: float
-    """The count in one step."""
+    """How often in one step."""
     outside_seconds: float = 0.0
     """In all of the trace before, after and between the compared steps."""
 
@@ -115,7 +115,7 @@ class MissingPart:
     line: str
     modelled_seconds: float
     conditional: bool
-    """True for a part in a branch, which need not be taken."""
+    """Whether it is in a branch, which need not be taken."""
 
 
 @final
@@ -145,15 +145,15 @@ class TraceComparison:
     name: str
     """The audited function, its target and its mesh."""
     source: str
-    """The file or folder of the trace."""
+    """Where the trace is from."""
     program: str
     """The name of the program in the trace, with its id."""
     step_count: int
-    """The steps that are compared on each device, at least."""
+    """How many steps are compared on each device, at least."""
     left_out: int
-    """The runs that are not, at most: the first, which may have warmed up, and those that the trace cuts off."""
+    """How many runs are not, at most: the first, which may have warmed up, and those that the trace cuts off."""
     devices_left_out: int
-    """The devices that ran another program of this name, or have no whole run of it."""
+    """How many devices ran a program of this name that is another one, or had no whole run of it."""
     modelled_seconds: float
     """The modelled time of a step."""
     devices: tuple[DeviceTime, ...]
@@ -172,7 +172,7 @@ class TraceComparison:
 
     @property
     def spread(self) -> float:
-        """The share of the slowest device's step by which the fastest device's is shorter."""
+        """By what share of the slowest device's step that of the fastest is shorter."""
         return 1 - min(device.step_seconds for device in self.devices) / self.step_seconds
 
     def __str__(self) -> str:

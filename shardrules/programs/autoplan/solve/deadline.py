@@ -1,13 +1,9 @@
-"""Deadlines of searches."""
+"""The end of a search."""
 
 import time
 from typing import Self, final
 
 import attrs
-
-_LEAST_SECONDS = 0.1
-"""The seconds that a solver gets once the time is up, chosen by hand: HiGHS returns nothing at all if it gets none, and
-small programs are solved in that."""
 
 
 @final
@@ -42,7 +38,9 @@ class Deadline:
 
     def solver_options(self) -> dict[str, float]:
         """Returns the time limit of one call of HiGHS, as options of SciPy."""
-        return {} if self.moment == float("inf") else {"time_limit": max(_LEAST_SECONDS, self.seconds_left)}
+        # HiGHS returns nothing at all if it gets no time, and small programs are solved in a tenth of a second. A few
+        # solvers are called after a deadline.
+        return {} if self.moment == float("inf") else {"time_limit": max(0.1, self.seconds_left)}
 
 
 NO_DEADLINE = Deadline()

@@ -10,8 +10,8 @@ from shardrules.programs.autoplan.solve.memory import Occupancy
 from shardrules.programs.autoplan.solve.solver import LIMIT_TOLERANCE
 
 BETTER = 1e-6
-"""The part by which another choice has to be cheaper, or smaller, to replace the first, chosen by hand: less is noise,
-and plans would differ between machines."""
+"""The part by which another choice has to be cheaper, or smaller, to replace the first: less is noise, and plans would
+differ between machines."""
 
 
 @final
@@ -76,6 +76,7 @@ class Trials:
         return tuple(self._trials.values())
 
     def fits(self, trial: Trial) -> bool:
+        """The peak of a choice is within the limit."""
         return trial.peak_bytes <= self.limit_bytes * (1 + LIMIT_TOLERANCE)
 
     @property
