@@ -192,43 +192,66 @@ class Task:
         memory, so patterns are not weighed again.
         """
         start = time.monotonic()
-        trials = Trials(self.occupancy, limit_bytes)
-        trials.add((0,) * len(self.problem.nodes))
-        if not self.problem.nodes:
-            return _result(trials, Budget(0.0), False, time.monotonic() - start)
+        search = Search(self, Trials(self.occupancy, limit_bytes), deadline)
+        search.run(met, shrinks)
+        trials, is_late = search.trials, bool(self.problem.nodes) and deadline.is_over
+        return _result(trials, search.budget, is_late, time.monotonic() - start)
+
+
+@final
+@attrs.define(eq=False)
+class Search:
+    """A search within a limit of memory. Its steps add choices to `trials`, and raise the bound of the budget."""
+
+    task: Task
+    trials: Trials
+    deadline: Deadline = NO_DEADLINE
+    budget: Budget = attrs.field(factory=lambda: Budget(0.0))
+    moments: dict[int, None] = attrs.field(factory=dict)
+    """The operations at which memory is watched: they become more."""
+
+    def run(self, met: Sequence[Trial], shrinks: bool) -> None:
+        """Tries choices from cheap to exact; `met` and `shrinks` are as `Task.within` takes them."""
+        trials, problem = self.trials, self.task.problem
+        trials.add((0,) * len(problem.nodes))
+        if not problem.nodes:
+            return
         for trial in met:
             trials.add(trial.choice, trial.origin)
         if not met:
-            self._weigh_patterns(trials, deadline)
-        moments: dict[int, None] = {}
-        messages = Messages(self.problem, [extra / MICRO for extra in layout_preference(self.problem)])
-        budget = within_budget(messages, trials, deadline, moments)
-        best = trials.best
-        is_close = best is not None and best.cost <= budget.bound * (1 + CLOSER)
-        if not is_close and not deadline.is_over and not budget.is_hopeless:
-            self._merge(trials, budget, deadline, moments)
-            budget = self._closed(trials, budget, deadline, moments)
+            self.weigh_patterns()
+        messages = Messages(problem, [extra / MICRO for extra in layout_preference(problem)])
+        self.budget = within_budget(messages, trials, self.deadline, self.moments)
+        best, is_hopeless = trials.best, self.budget.is_hopeless
+        is_close = best is not None and best.cost <= self.budget.bound * (1 + CLOSER)
+        if not is_close and not self.deadline.is_over and not is_hopeless:
+            self.merge()
+            self.close()
         if trials.answer is None:  # a linear program knows what is possible
-            trials.add(solve(self.formulation, (), deadline).choice or ())
-        if trials.best is None and not deadline.is_over and variable_count(self.problem) <= _SMALL:
-            everything = [np.arange(len(node.layouts)) for node in self.problem.nodes]
+            trials.add(solve(self.task.formulation, (), self.deadline).choice or ())
+        if trials.best is None and not self.deadline.is_over and variable_count(problem) <= _SMALL:
+            everything = [np.arange(len(node.layouts)) for node in problem.nodes]
             # More work than for the least cost, chosen by hand: a maximum is slower to minimise than a sum.
-            self._empty(trials, everything, deadline, moments, Work(600_000), shrinks=shrinks)
-        elif not is_close and (
-            shrinks or not budget.is_hopeless
-        ):  # where nothing can fit, what is left is to take less
-            self._improve(trials, budget, deadline, moments)
-            self._merge(trials, budget, deadline, moments)
-        return _result(trials, budget, deadline.is_over, time.monotonic() - start)
+            self.empty(self.task, everything, Work(600_000), shrinks=shrinks)
+        elif not is_close and (shrinks or not is_hopeless):  # where nothing can fit, what is left is to take less
+            self.improve()
+            self.merge()
 
-    def _weigh_patterns(self, trials: Trials, deadline: Deadline) -> None:
+    @property
+    def is_done(self) -> bool:
+        """Returns whether there is no answer to better, or no time for it, or it is close enough to the bound."""
+        best = self.trials.best
+        is_close = best is not None and best.cost <= self.budget.bound * (1 + APART)
+        return self.trials.answer is None or self.deadline.is_over or is_close
+
+    def weigh_patterns(self) -> None:
         """Adds the best choice of each pattern that experts would write."""
-        has_fitted = False
-        for pattern in patterns(self.problem):
+        trials, deadline, has_fitted = self.trials, self.deadline, False
+        for pattern in patterns(self.task.problem):
             # Without any time, those that are simple are weighed until one fits.
             if deadline.is_over and (has_fitted or not pattern.is_simple):
                 continue
-            problem = restrict(self.problem, pattern.keep)
+            problem = restrict(self.task.problem, pattern.keep)
             messages = Messages(problem, [extra / MICRO for extra in layout_preference(problem)])
             messages.settle(_PATTERN_SWEEPS, deadline)
             trial = trials.add(_whole_indices(pattern.keep, messages.decoded()), pattern.name)
@@ -238,104 +261,106 @@ class Task:
                 )
             has_fitted = has_fitted or trials.fits(trial)
 
-    def _closed(self, trials: Trials, budget: Budget, deadline: Deadline, moments: dict[int, None]) -> Budget:
+    def close(self) -> None:
         """Searches the layouts that may be part of something better exactly, or the most promising of them."""
-        answer, best = trials.answer, trials.best
-        choice = (0,) * len(self.problem.nodes) if answer is None else answer.choice
+        budget, answer, best = self.budget, self.trials.answer, self.trials.best
+        choice = (0,) * len(self.task.problem.nodes) if answer is None else answer.choice
         # As long as nothing fits, no cost is too high.
         most = max(budget.bound, _TIE) if best is None else best.cost * (1 + _TIE) + _TIE - budget.bound
         for part in (_ALL if best is None else 1.0, *_PARTS):
             # Whatever rounding does, the best choice itself stays.
             worthwhile = zip(budget.extra, choice, strict=True)
             keep = [np.union1d(np.flatnonzero(extra <= part * most), [index]) for extra, index in worthwhile]
-            task = self.only(keep)
-            if variable_count(task.problem) > _SMALL:
+            part_task = self.task.only(keep)
+            if variable_count(part_task.problem) > _SMALL:
                 continue
             work = Work() if part >= 1.0 else Work(120_000)  # the most promising layouts alone prove nothing
-            bound = task._exactly(trials, keep, deadline, moments, work)
-            if part < 1.0 or trials.best is None:  # what was dropped may be better
-                return budget
-            # What was dropped costs at least as much as the best so far, and what was kept at least `bound`.
-            return attrs.evolve(budget, bound=max(budget.bound, min(bound, trials.best.cost)))
-        return budget
+            bound, best = self.exactly(part_task, keep, work), self.trials.best
+            if part >= 1.0 and best is not None:  # else what was dropped may be better
+                # What was dropped costs at least as much as the best so far, and what was kept at least `bound`.
+                self.budget = attrs.evolve(budget, bound=max(budget.bound, min(bound, best.cost)))
+            return
 
-    def _merge(self, trials: Trials, budget: Budget, deadline: Deadline, moments: dict[int, None]) -> None:
+    def merge(self) -> None:
         """Searches what the best choices have between them: one is better in some parts of a program, others in others.
 
         Where layouts may be mixed, a linear program says which to take: those that it mixes, and the best choice's, are
         searched exactly.
         """
+        trials = self.trials
         for _ in range(_MERGES):
             answer, best = trials.answer, trials.best
-            if answer is None or deadline.is_over or (best and best.cost <= budget.bound * (1 + APART)):
+            if answer is None or self.is_done:
                 break
-            count = len(moments)
-            keep = self._union(trials)
-            task = self.only(keep)
-            constraints = [task.occupancy.constraint(moment, trials.limit_bytes) for moment in moments]
-            parts = fractions(task.formulation, constraints, deadline)
+            count = len(self.moments)
+            keep = self.union()
+            task = self.task.only(keep)
+            constraints = [task.occupancy.constraint(moment, trials.limit_bytes) for moment in self.moments]
+            parts = fractions(task.formulation, constraints, self.deadline)
             if parts is not None:
                 keep = [
                     np.union1d(layouts[part > 1e-6], [index])
                     for layouts, part, index in zip(keep, parts, answer.choice, strict=True)
                 ]
-                task = self.only(keep)
+                task = self.task.only(keep)
             if best is None:
-                task._empty(trials, keep, deadline, moments, Work(_MERGED_WORK))
-            task._exactly(trials, keep, deadline, moments, Work(_MERGED_WORK), bounds=False)
-            if trials.answer is answer and len(moments) == count:
+                self.empty(task, keep, Work(_MERGED_WORK))
+            self.exactly(task, keep, Work(_MERGED_WORK), bounds=False)
+            if trials.answer is answer and len(self.moments) == count:
                 break
 
-    def _union(self, trials: Trials) -> list[np.ndarray]:
+    def union(self) -> list[np.ndarray]:
         """Returns for each node its layouts in the best choices: in as many of these as are searched at once."""
+        trials, problem = self.trials, self.task.problem
 
         def rank(trial: Trial) -> float:
             # The power is chosen by hand: not only choices that fit are merged, and those that nearly fit are.
             return trial.cost * max(1.0, trial.peak_bytes / max(1.0, trials.limit_bytes)) ** 3
 
-        union = [set[int]() for _ in self.problem.nodes]
+        union = [set[int]() for _ in problem.nodes]
         for trial in sorted(trials.trials, key=lambda trial: (trial is not trials.answer, rank(trial), trial.choice)):
             more = [layouts | {index} for layouts, index in zip(union, trial.choice, strict=True)]
             size = sum(
                 len({int(edge.from_codes[index]) for index in more[edge.start]})
                 * len({int(edge.to_codes[index]) for index in more[edge.end]})
-                for edge in self.problem.edges
+                for edge in problem.edges
             )
             if size > _MERGED_SIZE and trial is not trials.answer:
                 break
             union = more
         return [np.array(sorted(layouts)) for layouts in union]
 
-    def _improve(self, trials: Trials, budget: Budget, deadline: Deadline, moments: dict[int, None]) -> None:
+    def improve(self) -> None:
         """Searches parts of the program, with the rest as in the answer: its time, or where nothing fits its peak."""
+        trials = self.trials
         done, misses, had_best = set[int](), 0, trials.best is not None
         for _ in range(_PART_COUNT):
             answer, best = trials.answer, trials.best
-            if answer is None or deadline.is_over or (best and best.cost <= budget.bound * (1 + APART)):
+            if answer is None or self.is_done:
                 break
             if best is not None and not had_best:  # from now on, time is what counts
                 done, misses, had_best = set(), 0, True
-            seeds = self._seeds(answer, best is not None)
+            seeds = self.seeds(answer, best is not None)
             left = [node for node in seeds if node not in done]
             if not seeds or misses == _MISSES:
                 break
             if not left:
                 done, left = set(), seeds
-            keep, opened = self._around(answer, left[0])
+            keep, opened = self.around(answer, left[0])
             done |= opened
-            task = self.only(keep)
+            task = self.task.only(keep)
             if best is None:
-                task._empty(trials, keep, deadline, moments, Work(_PART_WORK))
+                self.empty(task, keep, Work(_PART_WORK))
             else:
-                task._exactly(trials, keep, deadline, moments, Work(_PART_WORK))
+                self.exactly(task, keep, Work(_PART_WORK))
             misses = misses + 1 if trials.answer is answer else 0
 
-    def _seeds(self, answer: Trial, fits: bool) -> list[int]:
+    def seeds(self, answer: Trial, fits: bool) -> list[int]:
         """Returns nodes, those first that have most to gain: in time, or where nothing fits in bytes at the peak."""
-        problem = self.problem
+        problem = self.task.problem
         gains = np.zeros(len(problem.nodes))
         if not fits:
-            constraint = self.occupancy.constraint(int(answer.timeline.argmax()), 0.0)
+            constraint = self.task.occupancy.constraint(int(answer.timeline.argmax()), 0.0)
             for node, sizes in constraint.layout_bytes.items():
                 gains[node] += sizes[answer.choice[node]] - sizes.min()
             for edge_index, sizes in constraint.copy_bytes.items():
@@ -352,15 +377,15 @@ class Task:
                     gains[edge.end] += count * edge.seconds[row, column]
         return [int(node) for node in np.argsort(-gains, kind="stable") if gains[node] > 0]
 
-    def _around(self, answer: Trial, seed: int) -> tuple[list[np.ndarray], set[int]]:
+    def around(self, answer: Trial, seed: int) -> tuple[list[np.ndarray], set[int]]:
         """Returns for each node the layout of the answer, all layouts of nodes near `seed`, and which these are."""
-        problem, opened, left = self.problem, set[int](), _PART_SIZE
+        problem, opened, left = self.task.problem, set[int](), _PART_SIZE
         queue = [seed]
         for node in queue:
             if node in opened:
                 continue
             size = 0
-            for edge_index in self._edges_of[node]:
+            for edge_index in self.edges_of[node]:
                 edge = problem.edges[edge_index]
                 other = edge.end if edge.start == node else edge.start
                 full = len(edge.from_layouts) * len(edge.to_layouts)
@@ -370,10 +395,10 @@ class Task:
                 continue
             left -= size
             opened.add(node)
-            for edge_index in self._edges_of[node]:
+            for edge_index in self.edges_of[node]:
                 edge = problem.edges[edge_index]
                 queue.append(edge.end if edge.start == node else edge.start)
-            queue += self._ties_of.get(node, [])
+            queue += self.ties_of.get(node, [])
         keep = [
             np.arange(len(layouts.layouts)) if node in opened else np.array([answer.choice[node]])
             for node, layouts in enumerate(problem.nodes)
@@ -381,58 +406,50 @@ class Task:
         return keep, opened
 
     @functools.cached_property
-    def _edges_of(self) -> list[list[int]]:
-        edges: list[list[int]] = [[] for _ in self.problem.nodes]
-        for edge_index, edge in enumerate(self.problem.edges):
+    def edges_of(self) -> list[list[int]]:
+        edges: list[list[int]] = [[] for _ in self.task.problem.nodes]
+        for edge_index, edge in enumerate(self.task.problem.edges):
             for node in {edge.start, edge.end}:
                 edges[node].append(edge_index)
         return edges
 
     @functools.cached_property
-    def _ties_of(self) -> dict[int, list[int]]:
+    def ties_of(self) -> dict[int, list[int]]:
         ties: dict[int, list[int]] = {}
-        for first, second in self.problem.equal_homes:
+        for first, second in self.task.problem.equal_homes:
             ties.setdefault(first.node, []).append(second.node)
             ties.setdefault(second.node, []).append(first.node)
         return ties
 
-    def _exactly(
-        self,
-        trials: Trials,
-        keep: Sequence[np.ndarray],
-        deadline: Deadline,
-        moments: dict[int, None],
-        work: Work | None = None,
-        bounds: bool = True,
-    ) -> float:
-        """Solves it with bounds on what is in memory at the moments, which grow until no other operation exceeds it.
+    def exactly(self, task: Task, keep: Sequence[np.ndarray], work: Work, *, bounds: bool = True) -> float:
+        """Solves a part of the task with bounds on what is in memory at the moments, which grow until no other
+        operation exceeds it.
 
         An operation is first watched with a constraint that rules out no choice that fits, so that the bound, which is
         returned, holds. One that exceeds the limit all the same is watched strictly from then on, and with a lower
         limit if even that fails. `keep` has the indices of its layouts in the problem of the `trials`. Without
         `bounds`, all are watched strictly.
         """
-        limit_bytes = trials.limit_bytes
-        limits = dict.fromkeys(moments, limit_bytes)
-        bound, work = 0.0, work or Work()
-        strict_moments: dict[int, None] = {} if bounds else dict.fromkeys(moments)
+        trials, limit_bytes, bound = self.trials, self.trials.limit_bytes, 0.0
+        limits = dict.fromkeys(self.moments, limit_bytes)
+        strict_moments: dict[int, None] = {} if bounds else dict.fromkeys(self.moments)
         for _ in range(_ROUNDS):
             constraints = [
-                self.occupancy.constraint(op_index, limit, certain=op_index not in strict_moments)
+                task.occupancy.constraint(op_index, limit, certain=op_index not in strict_moments)
                 for op_index, limit in limits.items()
             ]
             if work.left <= 0:
                 break
-            solution = solve(self.formulation, constraints, deadline, work)
+            solution = solve(task.formulation, constraints, self.deadline, work)
             # Strict constraints rule out choices that fit: from then on, the program bounds nothing.
             if not strict_moments:
                 bound = max(bound, solution.bound)
             if solution.choice is None:
                 break
             trial = trials.add(_whole_indices(keep, solution.choice))
-            if trials.fits(trial) or deadline.is_over:
+            if trials.fits(trial) or self.deadline.is_over:
                 break
-            timeline = self.occupancy.timeline(solution.choice)
+            timeline = task.occupancy.timeline(solution.choice)
             for op_index in peaks(timeline, limit_bytes):
                 # Strict constraints count everything: what exceeds the limit is the solver's tolerance. Ask for less.
                 if op_index in strict_moments:
@@ -440,37 +457,29 @@ class Task:
                 elif op_index in limits or not bounds:
                     strict_moments[op_index] = None
                 limits.setdefault(op_index, limit_bytes)
-                moments[op_index] = None
+                self.moments[op_index] = None
         return bound
 
-    def _empty(
-        self,
-        trials: Trials,
-        keep: Sequence[np.ndarray],
-        deadline: Deadline,
-        moments: Mapping[int, None],
-        work: Work,
-        *,
-        shrinks: bool = True,
-    ) -> None:
+    def empty(self, task: Task, keep: Sequence[np.ndarray], work: Work, *, shrinks: bool = True) -> None:
         """Looks for what takes the least memory, where nothing that fits was found.
 
         Without `shrinks`, only until something fits, or nothing can.
         """
+        trials, deadline = self.trials, self.deadline
         if trials.smallest is None:
             return
         # The smallest choice at the moments watched may be larger at others: those are watched in the next round.
-        watched = dict.fromkeys([*moments, int(trials.smallest.timeline.argmax())])
+        watched = dict.fromkeys([*self.moments, int(trials.smallest.timeline.argmax())])
         strict_moments: dict[int, None] = {}
         bound = 0.0
         for _ in range(_ROUNDS):
             constraints = [
-                self.occupancy.constraint(op_index, 0.0, certain=op_index not in strict_moments) for op_index in watched
+                task.occupancy.constraint(op_index, 0.0, certain=op_index not in strict_moments) for op_index in watched
             ]
             if work.left <= 0:
                 break
             enough_bytes = None if shrinks else trials.limit_bytes
-            choice, needed_bytes = least_memory(self.formulation, constraints, deadline, work, enough_bytes)
+            choice, needed_bytes = least_memory(task.formulation, constraints, deadline, work, enough_bytes)
             if choice is None:
                 break
             if not strict_moments:

@@ -16,8 +16,8 @@ from shardrules.programs.autoplan.answer.prove import _Proof
 from shardrules.programs.autoplan.graph.problem import ChosenMove, Problem
 from shardrules.programs.autoplan.query import Query, QueryOptions, read_query
 from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
-from shardrules.programs.autoplan.solve.search import SearchResult, Task
-from shardrules.programs.autoplan.solve.trials import Trial, Trials
+from shardrules.programs.autoplan.solve.search import Search, SearchResult, Task
+from shardrules.programs.autoplan.solve.trials import Trial
 from shardrules.programs.compiling.compile import compiled_memory
 
 MESH = sr.mesh_shape("data:4")
@@ -163,13 +163,13 @@ def test_gathers_use_up_nothing_beside_collectives_between_matmuls(
 def test_a_second_search_starts_from_what_the_first_has_met(monkeypatch: pytest.MonkeyPatch) -> None:
     hardware = sr.Hardware.named("cuda:h100")
     free = query_of(2**30, hardware).search(NO_DEADLINE)
-    weigh, limits = Task._weigh_patterns, list[float]()
+    weigh, limits = Search.weigh_patterns, list[float]()
 
-    def weigh_patterns(task: Task, trials: Trials, deadline: Deadline) -> None:
-        limits.append(trials.limit_bytes)
-        weigh(task, trials, deadline)
+    def weigh_patterns(search: Search) -> None:
+        limits.append(search.trials.limit_bytes)
+        weigh(search)
 
-    monkeypatch.setattr(Task, "_weigh_patterns", weigh_patterns)
+    monkeypatch.setattr(Search, "weigh_patterns", weigh_patterns)
     query = query_of(int(0.97 * free.peak_bytes), hardware)
     assert query.search(NO_DEADLINE).is_tight
     assert limits == [query.limit_bytes]

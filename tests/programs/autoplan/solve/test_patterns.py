@@ -12,7 +12,6 @@ import shardrules as sr
 from shardrules.programs.autoplan.solve import search
 from shardrules.programs.autoplan.solve.patterns import Families, patterns
 from shardrules.programs.autoplan.solve.price import Budget
-from shardrules.programs.autoplan.solve.search import Task
 from tests.programs.autoplan.test_autoplan import DATA, GRID, mlp, real, train
 
 
@@ -169,9 +168,9 @@ def test_programs_without_matmuls_have_no_patterns() -> None:
 def test_patterns_answer_a_search_that_finds_nothing_else(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     task = sr.autoplan(train, *mlp(2048, 8192, 2**12), mesh=mesh).task
     monkeypatch.setattr(search, "within_budget", lambda *_: Budget(0.0))
-    monkeypatch.setattr(Task, "_closed", lambda _self, _trials, budget, *_: budget)
-    monkeypatch.setattr(Task, "_merge", lambda *_: None)
-    monkeypatch.setattr(Task, "_improve", lambda *_: None)
+    monkeypatch.setattr(search.Search, "close", lambda _: None)
+    monkeypatch.setattr(search.Search, "merge", lambda _: None)
+    monkeypatch.setattr(search.Search, "improve", lambda _: None)
     free = task.within(np.inf)
     origins = [trial.origin for trial in free.candidates]
     assert all("parallel" in origin for origin in origins)

@@ -12,9 +12,8 @@ import shardrules as sr
 from shardrules.programs.autoplan.graph.machine import Machine
 from shardrules.programs.autoplan.graph.restrict import restrict, variable_count
 from shardrules.programs.autoplan.solve import search, solver
-from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
-from shardrules.programs.autoplan.solve.price import Budget
-from shardrules.programs.autoplan.solve.search import SearchResult, Task
+from shardrules.programs.autoplan.solve.deadline import Deadline
+from shardrules.programs.autoplan.solve.search import Search, SearchResult, Task
 from shardrules.programs.autoplan.solve.trials import Trials
 from shardrules.programs.autoplan.traced.program import read_jaxpr
 from tests.programs.autoplan.solve.test_solver import TooLarge, best_cost, preferred, random_task, within
@@ -161,7 +160,7 @@ def test_parts_improve_a_poor_answer(fits: bool) -> None:
     trials.add(smallest.choice if fits else free.choice)
     start = trials.answer
     assert start is not None
-    task._improve(trials, Budget(0.0), NO_DEADLINE, {})
+    Search(task, trials).improve()
     assert trials.answer is not None
     if fits:
         assert trials.answer.cost < start.cost
@@ -173,8 +172,9 @@ def test_parts_improve_a_poor_answer(fits: bool) -> None:
 
 def test_parts_leave_the_rest_of_an_answer_alone() -> None:
     task = random_task(TIGHT[0])
-    answer = Trials(task.occupancy, np.inf).add(task.within(0.0).choice)
-    keep, opened = task._around(answer, 0)
+    trials = Trials(task.occupancy, np.inf)
+    answer = trials.add(task.within(0.0).choice)
+    keep, opened = Search(task, trials).around(answer, 0)
     assert 0 in opened
     for node, kept in enumerate(keep):
         everything = list(range(len(task.problem.nodes[node].layouts)))
@@ -189,7 +189,7 @@ def test_merging_takes_the_better_parts_of_choices(seed: int) -> None:
     for choice in (smallest.choice, fastest.choice, (0,) * len(task.problem.nodes)):
         trials.add(choice)
     assert smallest.solution is not None
-    task._merge(trials, Budget(0.0), NO_DEADLINE, {int(trials.trials[1].timeline.argmax()): None})
+    Search(task, trials, moments={int(trials.trials[1].timeline.argmax()): None}).merge()
     assert trials.best is not None
     assert trials.best.cost < 0.7 * smallest.solution.cost
 
@@ -198,7 +198,7 @@ def test_parts_are_searched_where_nothing_can_fit(monkeypatch: pytest.MonkeyPatc
     """What is returned then is the smallest, which programs that are too large for one exact search need parts for."""
     monkeypatch.setattr(search, "_SMALL", 0)
     answers: list[int] = []
-    monkeypatch.setattr(Task, "_improve", lambda self, trials, *_: answers.append(int(trials.smallest.peak_bytes)))
+    monkeypatch.setattr(Search, "improve", lambda self: answers.append(int(self.trials.smallest.peak_bytes)))
     result = random_task(12).within(0.0)
     assert answers == [int(result.peak_bytes)]
 
