@@ -17,9 +17,6 @@ from shardrules.programs.autoplan.graph.region_cost import shard_axes
 from shardrules.programs.autoplan.traced.program import TracedProgram
 from shardrules.programs.costs.step_time import seconds_text
 
-_SHOWN_NAMES = 3
-"""The dims of arguments that name a family of dims at most; chosen by hand."""
-
 _Dim: TypeAlias = tuple[int, int]
 """The index of an array and one of its dims."""
 
@@ -326,7 +323,7 @@ def _family_name(names: list[str]) -> str:
     distinct = list(dict.fromkeys(names))
     if not distinct:
         return "inside"
-    return ", ".join(distinct[:_SHOWN_NAMES]) + (" ..." if len(distinct) > _SHOWN_NAMES else "")
+    return ", ".join(distinct[:3]) + (" ..." if len(distinct) > 3 else "")
 
 
 @final

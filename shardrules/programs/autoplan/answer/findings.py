@@ -24,14 +24,8 @@ COSTLY_RATIO = 2.0
 """The ratio of times from which a pin is called costly, chosen by hand: pins have reasons that the planner does not
 know."""
 
-_LARGE_CONSTANT = 2**20
-"""Bytes from which arrays that are not arguments are worth a warning; chosen by hand."""
-
 _SHOWN_ARRAYS = 5
 """The arrays that an error lists behind a bound, the largest first; chosen by hand."""
-
-_LONGEST_REASON = 300
-"""The characters of an error that a finding quotes, chosen by hand: errors of JAX fill pages."""
 
 _SHOWN_PINS = 8
 """The pinned arguments that a finding lists, the largest first; chosen by hand."""
@@ -56,7 +50,7 @@ class Remarks:
             return compute()
         except Exception as error:  # noqa: BLE001  whatever it is, it is in the plan's findings
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            self.findings.append(Finding(severity, "not-said", f"{subject} is unknown: {reason:.{_LONGEST_REASON}}"))
+            self.findings.append(Finding(severity, "not-said", f"{subject} is unknown: {reason:.300}"))
             return default
 
     def each(self, subject: str, findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -107,7 +101,7 @@ def program_findings(call: Call, task: Task, choice: Sequence[int]) -> Iterator[
             remedy="Correct it, or remove it",
         )
     constant_bytes = sum(program.arrays[array].nbytes for array in program.constants)
-    if constant_bytes >= _LARGE_CONSTANT:
+    if constant_bytes >= 2**20:  # chosen by hand
         yield Finding(
             "warning",
             "whole-constant",

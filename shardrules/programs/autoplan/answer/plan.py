@@ -48,14 +48,6 @@ from shardrules.programs.costs.step_time import StepTime
 Status: TypeAlias = Literal["optimal", "feasible"]
 """A plan's proof: no other that fits is better, or another may be."""
 
-_OPTIMAL_GAP = 2e-3
-"""The part of its cost by which a plan may be above the bound and be called optimal: twice `CLOSE`, at which searches
-end, since bounds are lowered by the preference among equal plans. Chosen by hand."""
-
-_NANOSECOND = 1e-9
-"""A difference in seconds that makes no plan worse, chosen by hand: functions that cost next to nothing have gaps of
-rounding only."""
-
 
 @final
 @attrs.frozen
@@ -127,7 +119,9 @@ class AutoPlan:
         """`"optimal"` if the plan fits and no other is better by 0.2 % and a nanosecond, as modelled; else
         `"feasible"`: another may be, by `gap` at most. Plans for which the compiler has to save memory, and hides less,
         count only where this is one."""
-        is_best = self.cost - self.bound < _OPTIMAL_GAP * self.cost + _NANOSECOND
+        # Chosen by hand: searches end at `CLOSE`, half of this, and functions that cost next to nothing have gaps of
+        # rounding only.
+        is_best = self.cost - self.bound < 2e-3 * self.cost + 1e-9
         return "optimal" if is_best and self.fits and self.result.fits else "feasible"
 
     @property

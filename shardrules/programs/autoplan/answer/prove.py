@@ -30,9 +30,6 @@ from shardrules.programs.compiling.compile import compiled_memory
 from shardrules.programs.machine.hardware import Hardware, sheets
 from shardrules.programs.machine.targets import Target
 
-_MOST_COMPILED = 6
-"""The plans that are compiled at most, chosen by hand: functions may take minutes to compile."""
-
 _ROOM, _LAST_ROOM = 0.1, 0.2
 """The part of the limit that plans leave free, by the corrected model, to be compiled where nothing fits so far: for
 each that did not fit, and at least for the last that there is time for. Chosen by hand: the model is off by factors
@@ -41,9 +38,6 @@ that differ by about a tenth between plans of one function."""
 _GAIN = 0.01
 """The least part by which a plan has to cost less than one that fits, to be compiled although it is expected not to
 fit; chosen by hand."""
-
-_SAME_FACTOR = 0.01
-"""Factors that differ by less are the same, chosen by hand: another search would find the same plans."""
 
 _LEAST_FACTOR, _MOST_FACTOR = 0.2, 5.0
 """The range of factors of a function, chosen by hand: beyond, it is not intermediate results that the model is off by,
@@ -187,7 +181,8 @@ class _Proof:
             return  # the compiler fails at this function
         last = next(iter(peaks))
         task, result = self.plan.task, self.plan.result
-        while self.compilations.count < _MOST_COMPILED and not self.compilations.fits(self.fastest.choice):
+        # Six at most, chosen by hand: functions may take minutes to compile.
+        while self.compilations.count < 6 and not self.compilations.fits(self.fastest.choice):
             if self.is_late():
                 return
             corrected = self.corrected(task, last)
@@ -309,6 +304,6 @@ class _Proof:
         # Where there is room, compilers fill it: only what does not fit shows that the model says too little.
         if self.compilations.fits(choice):
             factor = min(factor, 1.0)
-        if abs(factor - 1) < _SAME_FACTOR:
+        if abs(factor - 1) < 0.01:  # another search would find the same plans
             return task
         return _scaled(task, min(max(factor, _LEAST_FACTOR), _MOST_FACTOR))

@@ -177,7 +177,8 @@ def _reason(search: TrainingSearch, outcome: Outcome, chosen: Outcome) -> str:
             return f"may not fit: {bytes_text(most)} of {bytes_text(limit)}{put_off}"
         return f"does not fit: {bytes_text(outcome.peak_bytes)} of {bytes_text(limit)}"
     ratio = outcome.seconds / chosen.seconds if chosen.seconds else 1.0
-    return f"slower by {100 * (ratio - 1):.1f} %" if ratio >= 1 + _SHOWN else "as fast, with more axes, steps or memory"
+    # Less is shown as 0.0 %.
+    return f"slower by {100 * (ratio - 1):.1f} %" if ratio >= 1.0005 else "as fast, with more axes, steps or memory"
 
 
 def _frontier(search: TrainingSearch) -> tuple[FrontierPoint, ...]:
@@ -187,7 +188,7 @@ def _frontier(search: TrainingSearch) -> tuple[FrontierPoint, ...]:
     """
     points = {
         (int(trial.peak_bytes) + outcome.paired_bytes, trial.cost)
-        for outcome in (*search.outcomes.values(), *search.free.values(), *search.columns.values())
+        for outcome in search.planned
         if outcome.result is not None
         for trial in outcome.result.candidates
     }
@@ -200,14 +201,6 @@ def _frontier(search: TrainingSearch) -> tuple[FrontierPoint, ...]:
         FrontierPoint(peak_bytes, seconds, peak_bytes, price)
         for (peak_bytes, seconds), price in zip(front, [*slopes, None], strict=False)
     )
-
-
-_SHOWN = 5e-4
-"""The least part by which a candidate is called slower, chosen by hand: less is shown as 0.0 %."""
-
-_HELPS = 1.01
-"""The least gain in examples a second for which a change is shown, chosen by hand: less is within what models are off
-by."""
 
 
 def _advice(search: TrainingSearch, chosen: Outcome, remarks: Remarks) -> tuple[Advice, ...]:
@@ -236,7 +229,7 @@ def _advice(search: TrainingSearch, chosen: Outcome, remarks: Remarks) -> tuple[
     rows = [
         Advice(change, outcome.seconds, rate, outcome.peak_bytes, rate / before)
         for change, outcome, rate in rates
-        if rate > before * _HELPS
+        if rate > 1.01 * before  # less is within what models are off by
     ]
     return tuple(sorted(rows, key=lambda row: -row.gain))
 

@@ -23,15 +23,6 @@ from shardrules.programs.training.stages.run import tick_count
 _SHOWN_CANDIDATES = 24
 """The candidates that are printed at most, chosen by hand: one for each mesh, and the best recipes."""
 
-_HARDLY = 0.005
-"""The part of a time that is not worth a word, chosen by hand: with three digits, both often print the same."""
-
-_LONGEST_REASON = 100
-"""The characters of a candidate's reason that are printed, chosen by hand: `candidates` has it all."""
-
-_LISTED_ARRAYS = 4
-"""The arrays of the batch that a line lists; chosen by hand."""
-
 
 @final
 @attrs.frozen
@@ -209,7 +200,8 @@ class TrainingPlanReport:
 
     @property
     def _overlaps(self) -> bool:
-        return self.time.seconds < (1 - _HARDLY) * self.cost
+        # With three digits, times that are nearer often print the same.
+        return self.time.seconds < 0.995 * self.cost
 
     def _speed_text(self) -> str:
         tokens = f", {self.tokens / self.cost:,.0f} tokens/s" if self.tokens and self.cost else ""
@@ -276,7 +268,7 @@ class TrainingPlanReport:
             time = "" if candidate.seconds is None else seconds_text(candidate.seconds)
             memory = bytes_text(candidate.peak_bytes) if candidate.peak_bytes else ""
             reason = candidate.reason or "the plan"
-            reason = reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON].rstrip()} ..."
+            reason = reason if len(reason) <= 100 else f"{reason[:100].rstrip()} ..."
             rows.append((candidate.mesh, candidate.batch_text, candidate.keep, time, memory, reason))
         more = len(self.candidates) - _SHOWN_CANDIDATES
         return [*aligned(rows), *([f"and {more} more"] if more > 0 else [])]
@@ -297,8 +289,8 @@ class TrainingPlanReport:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _LISTED_ARRAYS
-    return ", ".join(names[:_LISTED_ARRAYS]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - 4
+    return ", ".join(names[:4]) + (f" and {more} more" if more > 0 else "")
 
 
 def _advice_text(advice: Advice) -> str:

@@ -20,27 +20,8 @@ from shardrules.programs.training.search.problem import Outcome, TrainingProblem
 from shardrules.programs.training.search.search import TrainingSearch, first_fitting
 from shardrules.programs.training.stages.run import STAGE_AXIS, tick_count
 
-_INNER_SIZES = (1, 2, 4, 8)
-"""The sizes of an innermost axis inside of stages, chosen by hand: larger ones would send over slow networks."""
-
 _MOST_PADDING = 0.125
 """The places without a layer that stages may have, as a part of the layers; chosen by hand."""
-
-_MOST_MICROBATCHES = (32, 8)
-"""The microbatches for each stage at most, chosen by hand: with 32 stages wait for 3 % of the time, with 8 for 11 %."""
-
-_CHUNKS = (2, 4)
-"""The chunks into which the layers of stages are cut; chosen by hand."""
-
-_PLANS = 10
-"""One plan with stages for so many without, and as many again with chunks; chosen by hand: with an axis more, they take
-up to five times as long."""
-
-_NO_TIME = "time_limit left no time for them"
-
-_MOST_ASKED = 24
-"""The plans after which no other set-up is begun where the user asks for stages, chosen by hand: four meshes, six plans
-each."""
 
 
 def search_plans(search: TrainingSearch) -> None:
@@ -122,7 +103,8 @@ class StageSearch:
         stagings = self.ordered()
         if not stagings:
             return self.obstacle()
-        more = _MOST_ASKED if search.stages else max(1, search.count // _PLANS)
+        # Chosen by hand: plans with an axis more take up to five times as long. Asked for, four meshes of six plans.
+        more = 24 if search.stages else max(1, search.count // 10)
         most_count = search.count + more
         least = self.least_seconds(stagings[0])
         for staging in stagings:
@@ -174,7 +156,7 @@ class StageSearch:
         fastest = min(self.plans, key=lambda staging: self.plans[staging].seconds)
         stagings = [staging for staging in self.plans if staging.shape == fastest.shape]
         chunked = []
-        for chunks, staging in itertools.product(_CHUNKS, stagings):
+        for chunks, staging in itertools.product((2, 4), stagings):
             places = -(-layers // (chunks * fastest.stages)) * chunks * fastest.stages
             if places <= layers * (1 + _MOST_PADDING):
                 with_chunks = attrs.evolve(staging, places=places, chunks=chunks)
@@ -196,11 +178,12 @@ class StageSearch:
             if cluster.count % stages or stages > layers or is_padded:
                 continue
             rest = cluster.count // stages
-            for inner in _INNER_SIZES:
+            for inner in (1, 2, 4, 8):  # larger ones would send over slow networks
                 shape = tuple(size for size in (stages, rest // inner, inner) if size > 1)
                 if rest % inner or not self.allows(shape):
                     continue
-                counts = [self.microbatches(stages, rest // inner, most * stages) for most in _MOST_MICROBATCHES]
+                # With 32 for each stage, stages wait for 3 % of the time, with 8 for 11 %.
+                counts = [self.microbatches(stages, rest // inner, most * stages) for most in (32, 8)]
                 for count in dict.fromkeys(filter(None, counts)):
                     yield Staging(shape, count, places)
 
@@ -282,7 +265,11 @@ class StageSearch:
                 return f"{first}: {self.why_none}"
             best = self.search.best
             is_slower = best is not None and least >= best.seconds
-            return f"{waits}: a step would take {seconds_text(least)} at least" if is_slower else _NO_TIME
+            return (
+                f"{waits}: a step would take {seconds_text(least)} at least"
+                if is_slower
+                else "time_limit left no time for them"
+            )
         staging, fastest = min(self.plans.items(), key=lambda item: item[1].seconds)
         limit = " without a limit of memory" if fastest not in fitting else ""
         chunks = f" and {staging.chunks} chunks" if staging.chunks > 1 else ""
