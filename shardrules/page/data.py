@@ -223,7 +223,6 @@ def _axes_data(axes: str, report: AuditReport) -> dict[str, Any]:
 
 def _autoplan_data(report: AutoPlanReport) -> dict[str, Any]:
     sent = ", ".join(f"{kind} {bytes_text(amount)}" for kind, amount in report.sent_bytes if amount) or "nothing"
-    frontier = Frontier(report.name, report.mesh, report.frontier)
     return {
         "name": report.name,
         "mesh": report.mesh,
@@ -236,12 +235,15 @@ def _autoplan_data(report: AutoPlanReport) -> dict[str, Any]:
             ["wire", sent],
         ],
         "split_dims": [attrs.asdict(dim) for dim in report.split_dims],
-        "frontier": {"svg": frontier.to_svg(), "points": [attrs.asdict(point) for point in report.frontier]}
-        if report.frontier
-        else None,
+        "frontier": _frontier_data(Frontier(report.name, report.mesh, report.frontier)),
         "candidates": [attrs.asdict(candidate) for candidate in report.candidates],
         "findings": [finding_to_json(finding) for finding in report.findings],
     }
+
+
+def _frontier_data(frontier: Frontier) -> dict[str, Any] | None:
+    points = [attrs.asdict(point) for point in frontier.points]
+    return {"svg": frontier.to_svg(), "points": points} if points else None
 
 
 def _schedule_data(schedule: PipelineSchedule | None) -> dict[str, str] | None:
@@ -253,7 +255,6 @@ def _schedule_data(schedule: PipelineSchedule | None) -> dict[str, str] | None:
 
 
 def _training_data(report: TrainingPlanReport) -> dict[str, Any]:
-    frontier = report.as_frontier()
     return {
         "name": report.name,
         "cluster": report.cluster,
@@ -264,9 +265,7 @@ def _training_data(report: TrainingPlanReport) -> dict[str, Any]:
         "peak_bytes": report.peak_bytes,
         "capacity_bytes": report.memory_limit,
         "schedule": _schedule_data(report.schedule),
-        "frontier": {"svg": frontier.to_svg(), "points": [attrs.asdict(point) for point in report.frontier]}
-        if report.frontier
-        else None,
+        "frontier": _frontier_data(report.as_frontier()),
         "candidates": [{**attrs.asdict(candidate), "batch": candidate.batch_text} for candidate in report.candidates],
         "findings": [finding_to_json(finding) for finding in report.findings],
     }

@@ -12,10 +12,10 @@ from jax.sharding import AbstractMesh, AxisType
 from shardrules.core.axes import AnyMesh, mesh_text
 from shardrules.core.errors import PlanError
 from shardrules.core.fields import whole_number
-from shardrules.core.finding import Finding, Severity, template
+from shardrules.core.finding import Finding, template
 from shardrules.core.leaf import Decision, Leaf, LogicalName
 from shardrules.core.spec import spec_from_json, spec_repr, spec_to_json
-from shardrules.core.storage.records import Format
+from shardrules.core.storage.records import Format, record
 from shardrules.core.tree import PathStyle, Survey
 
 PLAN = Format("shardrules", 1, "a plan", PlanError)
@@ -123,7 +123,7 @@ def loads(text: str) -> SavedPlan:
         style = data["path_style"]
         if style not in get_args(PathStyle):
             raise ValueError(f"unknown path style {style!r}")
-        findings = _findings_from_json(data["findings"])
+        findings = record(tuple[Finding, ...], data["findings"], "findings")
         names = _typed_tuple(data.get("argument_names", []), str)
         _check_argument_names(names, groups)
         return SavedPlan(mesh, groups, findings, style, _typed(data["fingerprint"], str), names)
@@ -159,31 +159,13 @@ def finding_to_json(finding: Finding) -> dict[str, Any]:
     return attrs.asdict(finding, filter=lambda field, value: field.name != "source" or bool(value))
 
 
-def _findings_from_json(data: Any) -> tuple[Finding, ...]:
-    return tuple(finding_from_json(item) for item in _typed(data, list))
-
-
-def finding_from_json(data: Any) -> Finding:
-    """Returns what `finding_to_json` wrote; invalid data is a `LookupError`, `TypeError` or `ValueError`."""
-    for field in ("code", "message", "path", "remedy", "rule"):
-        _typed(data[field], str)
-    if "source" in data:
-        _typed(data["source"], str)
-    _typed(data["dim"], int | None)
-    _typed(data["axis"], str | None)
-    _typed(data["count"], int)
-    if data["severity"] not in get_args(Severity):
-        raise ValueError(f"unknown severity {data['severity']!r}")
-    return Finding(**{**data, "shape": None if data["shape"] is None else _typed_tuple(data["shape"], int)})
-
-
 def _leaf_from_json(data: Any, mesh: AbstractMesh | None) -> tuple[list[str], Leaf, Decision]:
     spec = None if data["spec"] is None else spec_from_json(_typed(data["spec"], list))
     axes = None if data["axes"] is None else tuple(map(_logical_name, _typed(data["axes"], list)))
     paths, rule = list(_typed_tuple(data["paths"], str)), _typed(data["rule"], str)
     dtype = _dtype_from_name(_typed(data["dtype"], str))
     leaf = Leaf(paths[0], _typed_tuple(data["shape"], int), dtype, mesh, None, axes)
-    reason, findings = _typed(data["reason"], str), _findings_from_json(data["findings"])
+    reason, findings = _typed(data["reason"], str), record(tuple[Finding, ...], data["findings"], "findings")
     return paths, leaf, Decision(spec, reason, None if rule == "-" else rule, findings)
 
 
