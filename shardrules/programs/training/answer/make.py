@@ -42,44 +42,48 @@ def training_plan(
     outcome = chosen or search.best or search.smallest
     assert outcome is not None, "something was planned"
     planned = outcome.plan(problem)
-    step = problem.step_of(outcome.recipe)
+    recipe = outcome.recipe
+    step = problem.step_of(recipe)
     remarks = Remarks()
     flops, peak = remarks.of("the FLOPs of the model", lambda: _model_flops(problem), (0, 0.0))
     regions = remarks.of("how regions run", lambda: planned.regions, ())
     advice = _advice(search, outcome, remarks)
     findings = remarks.each("what else is worth knowing", _findings(search, outcome, planned, proof))
+    dtypes = problem.step.recipe.accumulated_dtypes(problem.loss) if recipe.microbatches > 1 else ()
+    split_arrays, whole_arrays = problem.loss.split.example_arrays
     report = TrainingPlanReport(
-        name_of(problem.step.loss),
-        problem.cluster.name,
-        problem.cluster.count,
-        mesh_text(planned.mesh),
-        outcome.recipe.microbatches,
-        outcome.recipe.groups,
-        ", ".join(problem.step.recipe.accumulated_dtypes(problem.loss)) if outcome.recipe.microbatches > 1 else "",
-        str(outcome.recipe.keep),
-        planned.step_time,
-        planned.cost,
-        problem.loss.batch_size,
-        *problem.loss.split.example_arrays,
-        remarks.of("the number of tokens", lambda: token_count(problem.loss), 0),
-        flops,
-        peak,
-        outcome.peak_bytes,
-        planned.memory_limit,
-        _memory(planned, outcome),
-        _host_memory(planned, outcome),
-        planned.host_traffic.exchanged_bytes,
-        tuple(planned.sent_bytes.items()),
-        remarks.of("along which dims the plan splits", lambda: planned.split_dims, ()),
-        tuple(use for use in regions if outcome.recipe.stages == 1 or not is_stage_exchange(use.name)),
-        tuple(_candidates(search, outcome, is_proved=proof is not None and proof.compilations.has_fitting)),
-        remarks.of("what memory is worth", lambda: _frontier(search), ()),
-        advice,
-        (*findings, *remarks.findings),
-        planned.plan,
-        outcome.recipe.stages,
-        "" if outcome.recipe.stages > 1 else search.why_no_stages,
-        outcome.recipe.chunks,
+        name=name_of(problem.step.loss),
+        cluster=problem.cluster.name,
+        device_count=problem.cluster.count,
+        mesh=mesh_text(planned.mesh),
+        microbatches=recipe.microbatches,
+        groups=recipe.groups,
+        gradient_dtype=", ".join(dtypes),
+        keep=str(recipe.keep),
+        time=planned.step_time,
+        cost=planned.cost,
+        examples=problem.loss.batch_size,
+        split_arrays=split_arrays,
+        whole_arrays=whole_arrays,
+        tokens=remarks.of("the number of tokens", lambda: token_count(problem.loss), 0),
+        model_flops=flops,
+        peak_flops=peak,
+        peak_bytes=outcome.peak_bytes,
+        memory_limit=planned.memory_limit,
+        memory=_memory(planned, outcome),
+        host_memory=_host_memory(planned, outcome),
+        host_exchanged_bytes=planned.host_traffic.exchanged_bytes,
+        sent_bytes=tuple(planned.sent_bytes.items()),
+        split_dims=remarks.of("along which dims the plan splits", lambda: planned.split_dims, ()),
+        regions=tuple(use for use in regions if recipe.stages == 1 or not is_stage_exchange(use.name)),
+        candidates=tuple(_candidates(search, outcome, is_proved=proof is not None and proof.compilations.has_fitting)),
+        frontier=remarks.of("what memory is worth", lambda: _frontier(search), ()),
+        advice=advice,
+        findings=(*findings, *remarks.findings),
+        plan=planned.plan,
+        stages=recipe.stages,
+        why_no_stages="" if recipe.stages > 1 else search.why_no_stages,
+        chunks=recipe.chunks,
     )
     outcomes = (outcome, *(other for other in search.fitting if other is not outcome))
     return TrainingPlan(step, planned, report, problem, outcomes, () if proof is None else proof.ranked)
