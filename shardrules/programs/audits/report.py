@@ -54,7 +54,7 @@ class AuditedArray:
     """The spec in the compiled program."""
     device_bytes: int
     donated: bool = False
-    """True if a result is written over it."""
+    """Set if a result is written over it."""
 
 
 @final

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import attrs
 
@@ -16,11 +16,12 @@ from shardrules.programs.autoplan.answer.plan import AutoPlan
 from shardrules.programs.autoplan.run.replay import NEAR_RATIO
 from shardrules.programs.compiling.model_flops import model_matmuls
 from shardrules.programs.training.answer.plan import TrainingPlan
-from shardrules.programs.training.answer.prove import TrainingProof
+from shardrules.programs.training.answer.prove import TrainingProof, fastest_of_all, plans_to_prove
 from shardrules.programs.training.answer.report import Advice, TrainingCandidate, TrainingPlanReport
 from shardrules.programs.training.answer.tokens import token_count
 from shardrules.programs.training.search.problem import Outcome, TrainingProblem, argument_bytes, plan_once
 from shardrules.programs.training.search.search import TrainingSearch
+from shardrules.programs.training.search.staged import search_again
 from shardrules.programs.training.stages.run import is_stage_exchange
 from shardrules.programs.training.step import Recipe, states_of
 
@@ -30,8 +31,21 @@ def proved_plan(search: TrainingSearch, count: int) -> TrainingPlan:
     plain = search.best or search.smallest
     assert plain is not None, "something was planned"
     proof = TrainingProof.of(search.problem, search.deadline, search.progress)
-    proof.compilations.run(proof.groups(search, plain, count))
+    proof.compilations.run(_groups(search, proof, plain, count))
     return training_plan(search, proof.best(plain), proof)
+
+
+def _groups(search: TrainingSearch, proof: TrainingProof, plain: Outcome, count: int) -> Iterator[Iterable[Outcome]]:
+    """Yields the plan that is returned without proof, the fastest of all, others of the best few, and more of these if
+    none of them fits."""
+    yield [plain]
+    yield fastest_of_all(search, plain)
+    for _ in range(3):  # chosen by hand
+        outcomes = plans_to_prove(search.fitting, count)
+        yield from ([outcome] for outcome in outcomes or [search.smallest or plain])
+        factor = proof.factor
+        if proof.compilations.has_fitting or search.is_over or not factor or not search_again(search, factor):
+            return
 
 
 def training_plan(

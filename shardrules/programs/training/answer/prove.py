@@ -1,6 +1,6 @@
 """Training plans by the compiler: the plans to compile, and the answer."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self, final
 
 import attrs
@@ -16,7 +16,6 @@ from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.machine.flags import read_flags
 from shardrules.programs.training.search.problem import Outcome, TrainingProblem
 from shardrules.programs.training.search.search import TrainingSearch
-from shardrules.programs.training.search.staged import search_again
 
 
 @final
@@ -150,18 +149,6 @@ class TrainingProof:
             return proof.peak_bytes, proof.flag
 
         return cls(problem, Compilations(lambda outcome: outcome, compiled, problem.limit_bytes, deadline), proved)
-
-    def groups(self, search: TrainingSearch, plain: Outcome, count: int) -> Iterator[Iterable[Outcome]]:
-        """Yields the plan that is returned without proof, the fastest of all, others of the best few, and more of these
-        if none of them fits."""
-        yield [plain]
-        yield fastest_of_all(search, plain)
-        for _ in range(3):  # chosen by hand
-            outcomes = plans_to_prove(search.fitting, count)
-            yield from ([outcome] for outcome in outcomes or [search.smallest or plain])
-            factor = self.factor
-            if self.compilations.has_fitting or search.is_over or not factor or not search_again(search, factor):
-                return
 
     @property
     def ranked(self) -> tuple[ProvedPlan, ...]:
