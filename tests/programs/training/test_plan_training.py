@@ -127,11 +127,10 @@ def test_reports_are_the_same_after_json(plan: TrainingPlan) -> None:
 
 
 def test_the_frontier_says_what_memory_is_worth() -> None:
-    search = SimpleNamespace(free={}, columns={}, outcomes={})
     sizes, seconds = (3, 1, 2, 4, 8), (0.1, 0.4, 0.45, 0.1, 0.05)
     trials = tuple(map(lambda size, cost: Trial((), cost, size * 2**30), sizes, seconds))
-    search.outcomes[()] = SimpleNamespace(result=SimpleNamespace(candidates=trials), paired_bytes=0)
-    points = answer._frontier(search)  # type: ignore[arg-type]
+    outcome: Any = SimpleNamespace(result=SimpleNamespace(candidates=trials), paired_bytes=0)
+    points = answer._frontier([outcome])
     assert [(point.limit_bytes, point.seconds) for point in points] == [(2**30, 0.4), (3 * 2**30, 0.1), (2**33, 0.05)]
     assert [point.price for point in points] == [pytest.approx(0.15 / 2**30), pytest.approx(0.01 / 2**30), None]
     first, second, last = str(Frontier("loss", "data:8", points)).splitlines()[-3:]

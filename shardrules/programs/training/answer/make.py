@@ -91,7 +91,7 @@ def training_plan(
         split_dims=remarks.of("along which dims the plan splits", lambda: planned.split_dims, ()),
         regions=tuple(use for use in regions if recipe.stages == 1 or not is_stage_exchange(use.name)),
         candidates=tuple(_candidates(search, outcome, is_proved=proof is not None and proof.compilations.has_fitting)),
-        frontier=remarks.of("what memory is worth", lambda: _frontier(search), ()),
+        frontier=remarks.of("what memory is worth", lambda: _frontier(search.planned), ()),
         advice=advice,
         findings=(*findings, *remarks.findings),
         plan=planned.plan,
@@ -199,14 +199,14 @@ def _reason(search: TrainingSearch, outcome: Outcome, chosen: Outcome) -> str:
     return f"slower by {100 * (ratio - 1):.1f} %" if ratio >= 1.0005 else "as fast, with more axes, steps or memory"
 
 
-def _frontier(search: TrainingSearch) -> tuple[FrontierPoint, ...]:
+def _frontier(outcomes: Iterable[Outcome]) -> tuple[FrontierPoint, ...]:
     """Returns the plans that no other beats in both time and memory, the smallest first.
 
     More memory is worth what the next of them saves. Beyond the last, nothing was planned.
     """
     points = {
         (int(trial.peak_bytes) + outcome.paired_bytes, trial.cost)
-        for outcome in search.planned
+        for outcome in outcomes
         if outcome.result is not None
         for trial in outcome.result.candidates
     }
