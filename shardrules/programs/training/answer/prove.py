@@ -46,6 +46,7 @@ class ProvedPlan:
 
     @property
     def fits(self) -> bool:
+        """Returns whether the compiled program fits."""
         return self.peak_bytes <= self.memory_limit
 
     def __str__(self) -> str:

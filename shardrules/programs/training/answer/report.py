@@ -158,6 +158,7 @@ class TrainingPlanReport:
 
     @property
     def examples_per_second(self) -> float:
+        """The examples that are trained on in a second."""
         return self.examples / self.cost if self.cost else 0.0
 
     @property
