@@ -10,7 +10,7 @@ TABLES = ("matmul_rates", "collective_times")
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Is called by mkdocs for every page."""
+    """The page with the tables at the mark; mkdocs calls this for every page."""
     return markdown.replace(MARK, tables()) if MARK in markdown else markdown
 
 
