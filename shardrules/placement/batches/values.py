@@ -43,7 +43,10 @@ def as_array(value: Any) -> Any:
         return Finding("error", "masked", "arrays of JAX have no mask, and this one would be lost", "", remedy)
     if why := _not_local(value):
         return Finding("error", "not-local", why, "", "Pass this process's part as a numpy array", value.shape)
-    if isinstance(value, jax.Array) or _is_number(value) or isinstance(value, type):
+    if isinstance(value, np.number):
+        array = _narrowed(np.asarray(value))
+        return array if isinstance(array, Finding) else value
+    if isinstance(value, jax.Array | type) or _is_number(value):
         return value
     try:
         array = _rows(value) if isinstance(value, list) else _host_array(value)

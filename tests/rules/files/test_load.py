@@ -1,6 +1,7 @@
 """`load_rules`: rules, mesh, optimizer and limits from the file that CI gates."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,12 @@ def test_what_is_not_a_path_is_refused(path: Any) -> None:
         sr.load_rules(path)
 
 
-def test_a_pipe_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "rules.toml")
-    with pytest.raises(RulesFileError, match=r"cannot read .*rules.toml: it is not a regular file"):
-        sr.load_rules(tmp_path / "rules.toml")
+def test_rules_may_come_through_a_pipe(tmp_path: Path) -> None:
+    """As of `<(generate)` in a shell."""
+    pipe = tmp_path / "rules.toml"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(pipe.write_text, '[[rules]]\npath = "up"\nspec = ["model"]\n')
+        rules = sr.load_rules(pipe).rules
+        written.result()
+    assert isinstance(rules, sr.RegexShardingRule)

@@ -57,8 +57,9 @@ def grid_loops(op: OpSignature) -> Loops | None:
 
 def params_of_pieces(op: OpSignature, loops: Loops, shapes: Sequence[tuple[int, ...]]) -> dict[str, Any]:
     """Returns the parameters that a kernel has for pieces of its operands, which have these shapes."""
-    retraced = retraced_params(op, shapes)
-    if retraced is not None:
+    if retraced_loops(op) is not None:
+        retraced = retraced_params(op, shapes)
+        assert retraced is not None, "pieces are such that JAX makes their kernel"
         return retraced
     params = op.params
     mapping, first = params["grid_mapping"], len(shapes) - params["grid_mapping"].num_inputs
@@ -164,7 +165,7 @@ def _is_division(equation: Any) -> bool:
     its name may be that of another function."""
     if equation.primitive.name == "div":
         return True
-    if equation.params.get("name") != "floor_divide":
+    if equation.params.get("name") != "floor_divide" or len(equation.invars) != 2:
         return False
     structs = (jax.ShapeDtypeStruct((), var.aval.dtype, weak_type=var.aval.weak_type) for var in equation.invars)
     (call,) = jax.make_jaxpr(jnp.floor_divide)(*structs).eqns

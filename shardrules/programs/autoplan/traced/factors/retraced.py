@@ -4,6 +4,7 @@ For pieces of their operands a smaller grid is not enough: JAX's own function ma
 the pieces. From the shapes of the whole it has to make the very kernel that was traced; otherwise nothing is split.
 """
 
+import functools
 import importlib
 import itertools
 import pathlib
@@ -16,6 +17,7 @@ import attrs
 import jax
 from jax.extend.core import Literal
 
+from shardrules.core.jax_state import trace_key
 from shardrules.programs.autoplan.traced.factors.loops import Loops, OpSignature, Shape, loop_sizes
 from shardrules.programs.jaxprs.walk import equations
 
@@ -48,12 +50,30 @@ class _Maker:
     """The name of the kernel, where it makes several."""
 
 
+@final
+@attrs.frozen
+class _Kernel:
+    """A kernel by all that tells it from others: equal ones are found once."""
+
+    text: str
+    operands: tuple[Shape, ...]
+    dtypes: tuple[str, ...]
+    settings: Hashable
+    maker: _Maker = attrs.field(eq=False)
+    op: OpSignature = attrs.field(eq=False)
+
+
 def retraced_loops(op: OpSignature) -> Loops | None:
     """The loops of a kernel that JAX's function makes again; `None` for others."""
-    origin = _origin(op)
-    if origin is None:
+    kernel = _kernel(op)
+    return None if kernel is None else _loops(kernel)
+
+
+@functools.lru_cache(maxsize=256)
+def _loops(kernel: _Kernel) -> Loops | None:
+    options, maker, op = _options(kernel), kernel.maker, kernel.op
+    if options is None:
         return None
-    maker, options = origin
     operands, results = (
         [_names(term, shape) for term, shape in zip(terms.split(","), shapes, strict=False)]
         for terms, shapes in zip(maker.dims.split(" -> "), (op.operands, op.results), strict=True)
@@ -81,8 +101,11 @@ def retraced_loops(op: OpSignature) -> Loops | None:
 
 def retraced_params(op: OpSignature, shapes: Sequence[Shape]) -> dict[str, Any] | None:
     """The parameters of such a kernel for operands of these shapes, which are pieces; `None` for others."""
-    origin = _origin(op)
-    params = None if origin is None else _params(origin[0], op, shapes, origin[1])
+    kernel = _kernel(op)
+    options = None if kernel is None else _options(kernel)
+    if kernel is None or options is None:
+        return None
+    params = _params(kernel.maker, op, shapes, options)
     return params and {**op.params, **{name: params[name] for name in SIZED}}
 
 
@@ -104,12 +127,19 @@ _PROBE = 1_000_003
 """Stands for a number of a program, and the integers after it. Chosen by hand: exact in 32 bits, and in no kernel."""
 
 
-def _origin(op: OpSignature) -> tuple[_Maker, Mapping[str, Any]] | None:
-    """What makes a kernel, and the options for which it does; `None` where none makes the same."""
+def _kernel(op: OpSignature) -> _Kernel | None:
+    """A kernel that a function of JAX may have made."""
     makers = (maker for maker in _MAKERS if is_from(op.params, maker.module))
     maker = next((maker for maker in makers if _source(op.params).startswith(maker.kernel)), None)
     if maker is None:
         return None
+    return _Kernel(str(_text(op.params)), tuple(op.operands), tuple(op.dtypes), trace_key(), maker, op)
+
+
+@functools.lru_cache(maxsize=256)
+def _options(kernel: _Kernel) -> Mapping[str, Any] | None:
+    """The options for which JAX's function makes a kernel; `None` where it makes no equal one."""
+    maker, op = kernel.maker, kernel.op
     text, literals = _text(op.params), _literals(op.params)
     for kinds in itertools.product(*maker.options.values()):
         probe = {
@@ -126,7 +156,7 @@ def _origin(op: OpSignature) -> tuple[_Maker, Mapping[str, Any]] | None:
         }
         params = _params(maker, op, op.operands, options)
         if params is not None and _text(params) == text:
-            return maker, options
+            return options
     return None
 
 
