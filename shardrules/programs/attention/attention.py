@@ -89,7 +89,7 @@ def sharded_attention(
 @final
 @attrs.frozen(eq=False)
 class _Call:
-    """What a user asks for."""
+    """A user's request."""
 
     q: Any
     k: Any
@@ -269,7 +269,7 @@ def _pad(array: Any, padding: int, fill: int) -> Any:
 
 @functools.cache
 def _attention(how: How | None, has_segments: bool) -> RegionFunction:
-    """The region of one way, or of all of them, of which a plan takes the fastest."""
+    """The region of one way, or of all of them, for a plan to take the fastest."""
     segments = ", b s, b t" if has_segments else ""
     rule = f"b s k g d, b t k d, b t k d{segments} -> b s k g d"
     ways = [region(rule, split="b k g", exchange="s t")(WAYS[name]) for name in ([how] if how else WAYS)]

@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of `expert_exchange`."""
+"""The checks of the arguments of `expert_exchange`."""
 
 import math
 from collections.abc import Iterator

@@ -47,7 +47,7 @@ def differentiable(function: ShardFunction, operands: Sequence[Any]) -> list[Any
 @final
 @attrs.frozen
 class _Static:
-    """What passes from the forward to the backward pass beside arrays."""
+    """Non-arrays that pass from the forward to the backward pass."""
 
     value: BackwardPass
 

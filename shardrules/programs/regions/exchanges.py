@@ -1,4 +1,4 @@
-"""What a program of one device sends by hand, read off its collectives."""
+"""Data that a program of one device sends by hand, read off its collectives."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ class Exchange:
     kind: ExchangeKind
     axes: tuple[str, ...]
     sent_bytes: float
-    """What a device sends each time."""
+    """The bytes that a device sends each time."""
     count: int
 
 
@@ -91,7 +91,7 @@ def _axes(equation: Any) -> tuple[str, ...]:
 
 
 def _sent_fraction(equation: Any, kind: ExchangeKind, group_size: int) -> float:
-    """What a device sends, over the bytes that it has."""
+    """The bytes that a device sends, over the bytes that it has."""
     if kind == "all-gather":
         return group_size - 1
     if kind == "collective-permute":
