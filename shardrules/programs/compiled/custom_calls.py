@@ -132,15 +132,15 @@ def _formula_products(
 
 
 def _call_of(computation: Computation, instruction: Instruction, facts: KernelFacts) -> KernelCall | None:
-    """The facts that JAX has about a kernel, found by its shapes and its name; by its shapes alone if no other has
-    them."""
     if not facts.calls or not may_be_matmul(instruction):
         return None
     shapes = tuple(operand.shape for operand in computation.operand_types(instruction))
     results = tuple(result.shape for result in instruction.types)
+    # A program may lack the name of a kernel: its shapes are enough if no other kernel has them.
     same = [call for call in facts.calls if call.results == results and call.operands == shapes]
     named = [call for call in same if call.name in kernel_names(instruction)]
     candidates = named or (same if len(same) == 1 else [])
+    # Of several calls with other masks the one that computes most: no cost is then too small.
     return max(candidates, key=lambda call: call.block_count or 0, default=None)
 
 

@@ -75,6 +75,8 @@ class Declaration:
         problems = list(_term_problems(operands, results))
         if split is None and whole is None and exchange is None:
             problems.append("it does not say which letters may be split: pass split= or whole=")
+        # Of split and whole either may be left out: it is then all other letters. A letter of the exchange may be split
+        # by itself, too, but only if split names it.
         together = tuple(dict.fromkeys((exchange or "").split()))
         if split is not None:
             splits = split.split()
@@ -187,6 +189,7 @@ class Declaration:
         axes: dict[str, Axes] = {}
         used = dict.fromkeys(exchange)
         for letter, all_names in entries:
+            # An axis serves one letter, the first that wants it; a letter that does not divide stays whole.
             names = tuple(name for name in all_names if name not in exchange) if letter in self.exchange else all_names
             if letter not in self.split or letter in axes or not names or any(name in used for name in names):
                 continue
@@ -211,6 +214,7 @@ class Declaration:
         for name in (name for name in mesh_sizes if name in letters_of):
             letters = letters_of[name]
             pieces = math.prod(mesh_sizes[other] for other in (*chosen, name))
+            # All letters of the exchange are cut into as many pieces, so that one that does not divide rules an axis out.
             is_together = len(letters) > 1 or any(letter not in self.split for letter in letters)
             if is_together and all(sizes[letter] % pieces == 0 for letter in self.exchange):
                 chosen.append(name)
