@@ -119,7 +119,7 @@ class _Call:
             problems.append(f"axis {self.axis!r} has a mesh axis twice")
         if self.how == "all_to_all" and not problems and names and self._repeats is None:
             problems.append(uneven_heads(self.q.shape[2], self._devices, names))
-        # Without log-sum-exps a kernel has to get all keys of a query in one call: split by heads, or gathered unmasked.
+        # A kernel without log-sum-exps has to get all keys of a query in one call: by heads, or gathered unmasked.
         is_split = not problems and bool(names) and self._devices > 1
         if is_split and self.kernel in KERNELS.values():
             if self.how == "ring" or (self.how == "gather" and self.causal):

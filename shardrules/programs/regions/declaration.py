@@ -214,7 +214,7 @@ class Declaration:
         for name in (name for name in mesh_sizes if name in letters_of):
             letters = letters_of[name]
             pieces = math.prod(mesh_sizes[other] for other in (*chosen, name))
-            # All letters of the exchange are cut into as many pieces, so that one that does not divide rules an axis out.
+            # All letters of the exchange are cut into as many pieces: one that does not divide rules an axis out.
             is_together = len(letters) > 1 or any(letter not in self.split for letter in letters)
             if is_together and all(sizes[letter] % pieces == 0 for letter in self.exchange):
                 chosen.append(name)
