@@ -1,4 +1,4 @@
-"""What single equations do to examples, and to sums over examples."""
+"""The effects of single equations on examples, and on sums over examples."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -87,7 +87,7 @@ def uses_sums(equation: Any, facts: Sequence[Fact]) -> Fact:
 
 
 def _is_linear(equation: Any, facts: Sequence[Fact]) -> bool:
-    """Whether the results of the parts of sums add up to the results of the sums."""
+    """The results of the parts of sums add up to the results of the sums."""
     name, forms = equation.primitive.name, [fact.form for fact in facts]
     if "result" in forms or any(fact.is_misfit for fact in facts) or "examples" in forms:
         return False
@@ -112,7 +112,7 @@ def _is_linear(equation: Any, facts: Sequence[Fact]) -> bool:
 
 
 def examples_rule(equation: Any, facts: Sequence[Fact], counts: Counts) -> list[Fact]:
-    """The facts of the results of an equation some of whose operands have examples, and none of which is a sum."""
+    """The facts of the results of an equation with examples, and without sums, among its operands."""
     common: dict[str, Any] = {
         "is_trained": any(fact.is_trained for fact in facts),
         "from_batch": any(fact.from_batch for fact in facts),
@@ -168,7 +168,7 @@ def _factor(factors: Factors, facts: Sequence[Fact], batched: Sequence[int]) -> 
 
 
 def _is_ragged(equation: Any, factor: int, factors: Factors) -> bool:
-    """Whether a factor is that of rows which are in groups: of a part of them the groups have other sizes."""
+    """A factor is of rows in groups: of a part of them the groups have other sizes."""
     name, params = equation.primitive.name, equation.params
     if name == "ragged_dot_general":
         (dim,) = params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions

@@ -42,11 +42,11 @@ def with_kept(program: ClosedJaxpr, keep: Keep) -> ClosedJaxpr:
 
 
 _PREFIX = "kept."
-"""What names of kept arrays begin with."""
+"""The beginning of the names of kept arrays."""
 
 
 def is_kept_name(equation: Any) -> bool:
-    """Whether an equation names an array that is kept."""
+    """An equation names an array that is kept."""
     return equation is not None and str(equation.params.get("name", "")).startswith(_PREFIX)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from shardrules.programs.training.keep.cut import KeepProblem, KeptValues
 
 _MOST_GROUPS = 9
-"""The most groups of arrays that are combined, the largest. Each more doubles the time, half a second at this many."""
+"""The most groups of arrays that are combined, the largest. All combinations of this many take half a second."""
 
 
 def subset_choices(problem: KeepProblem, choices: Sequence[KeptValues]) -> list[KeptValues]:

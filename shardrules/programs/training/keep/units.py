@@ -29,22 +29,22 @@ a layer that are equal by chance may be taken for layers; with more, pairs of la
 
 
 _WIDER = 4.0
-"""How many times as many bytes may go from segment to segment of a loop where it has one more for that: layers that
-narrow in the middle are whole then. With more, they would be cut in their widest part."""
+"""The most bytes that go from segment to segment of a loop if it has one more for that, over the bytes without: layers
+that narrow in the middle are whole then."""
 
 
 @final
 @attrs.frozen
 class UnitPosition:
-    """Where a unit is in a program whose calls are flattened: the same for other sizes of the batch."""
+    """The position of a unit in a program whose calls are flattened: the same for other sizes of the batch."""
 
     path: tuple[int, ...]
     """The index of each scan on the way to its equations, in the program around it."""
     start: int
     length: int
-    """How many equations it has."""
+    """The number of its equations."""
     repeats: int
-    """How many equal segments follow each other from `start` on; 1 in a scan."""
+    """The number of equal segments that follow each other from `start` on; 1 in a scan."""
 
 
 @final
@@ -55,11 +55,11 @@ class Unit:
     position: UnitPosition
     body: Jaxpr
     is_traced: tuple[bool, ...]
-    """For each input of the body whether its gradient is needed, or that of what it was computed from."""
+    """The inputs of the body that need a gradient, or are computed from arrays that need one."""
     is_resident: tuple[bool, ...]
     """For each input of the body whether it is in memory anyway, as parameters are, and constants of a scan."""
     run_count: int
-    """How often the body runs."""
+    """The number of runs of the body."""
     is_loop: bool
 
 
@@ -178,7 +178,7 @@ class _Finder:
 
 
 def _reads(equations: Sequence[Any]) -> Iterator[Any]:
-    """What equations read, apart from constants."""
+    """The variables that equations read, without constants."""
     return (var for equation in equations for var in equation.invars if not isinstance(var, Literal))
 
 
@@ -206,7 +206,7 @@ _COPIES = (
 
 
 def _computed_from(body: Jaxpr, resident: Mapping[Any, None]) -> dict[Any, None]:
-    """What is in memory while a body runs, and other forms of it."""
+    """The variables in memory while a body runs, and other forms of them."""
     weights = dict(resident)
     for equation in body.eqns:
         operands = [var for var in equation.invars if not isinstance(var, Literal)]
@@ -216,12 +216,12 @@ def _computed_from(body: Jaxpr, resident: Mapping[Any, None]) -> dict[Any, None]
 
 
 def _is_among(var: Any, variables: Mapping[Any, None]) -> bool:
-    """Whether an operand is one of some variables; constants have no hash."""
+    """An operand is one of some variables; constants have no hash."""
     return not isinstance(var, Literal) and var in variables
 
 
 def _scans_any(equation: Any, weights: Mapping[Any, None]) -> bool:
-    """Whether an equation is a scan that reads some weights round by round."""
+    """An equation is a scan that reads some weights round by round."""
     if equation.primitive.name != "scan":
         return False
     return any(_is_among(var, weights) for var in equation.invars[sum(scan_counts(equation.params)) :])
@@ -289,7 +289,7 @@ def _best_rotation(body: Jaxpr, start: int, stop: int, period: int, wider: float
 
 
 def _is_wired_alike(body: Jaxpr, start: int, period: int, repeats: int) -> bool:
-    """Whether the equations of all segments read each other in the same way."""
+    """The equations of all segments read each other in the same way."""
     return len({_wiring(body.eqns[start + period * index :][:period]) for index in range(repeats)}) == 1
 
 
