@@ -163,7 +163,7 @@ class Guesser:
         if label == CONVOLUTION:
             rest = []  # of a window of 3 x 3 no device needs a part
         split.put(self.roles.tensor, [*features, *others, *rest])
-        # Where nothing is for experts or stages, their axes split like those of data.
+        # Where nothing is for experts or stages, their axes split like data axes.
         split.put(tuple(name for name in self.sizes if name not in self.roles.tensor), [*others, *rest, *features])
         return Guess(split.trimmed(), label) if any(split.entries) else Guess((), INDIVISIBLE)
 
@@ -174,7 +174,7 @@ class Guesser:
         outputs_last = layer.parameter != "weight" if layer.parameter else self.inputs_first
         outputs, inputs = (last, before) if outputs_last else (before, last)
         if outer and layer.is_named and len(dims) == 3 and layer.parameter != "weight":
-            # Heads have a dimension of their own, before that of their features.
+            # Heads have a dimension of their own, before their features'.
             return (NARROWS, [*outer, before], [last]) if layer.narrows else (WIDENS, [before, last], outer)
         if outer:
             return (

@@ -62,7 +62,7 @@ def _attention(equation: Any) -> Matmul:
     length = 3 - heads
     columns = key[length]
     tables = equation.invars[8].aval.shape if name == FORWARD else ()
-    if len(tables) == 4:  # of pages, each of which has a part of the keys
+    if len(tables) == 4:  # of pages, each with a part of the keys
         columns *= tables[2]
     is_causal = params.get("use_causal_mask", False)
     mask = "CAUSAL" if is_causal else getattr(params.get("mask_type"), "name", "")

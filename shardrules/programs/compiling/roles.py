@@ -159,7 +159,7 @@ def _roles_without_optimizer(arguments: Arguments) -> tuple[Role, ...]:
         data = list(by_owner)
     else:
         # The arrays of a batch agree in their first dimension, and batches usually come last and models first. So the
-        # last argument that qualifies is the batch, with those of the same size: inputs and labels.
+        # last argument that qualifies is the batch, with others of the same size: inputs and labels.
         firsts = {owner: {array.shape[:1] for array in by_owner[owner]} for owner in list(by_owner)[1:]}
         uniform = [owner for owner, sizes in firsts.items() if len(sizes) == 1 and () not in sizes]
         uniform = [owner for owner in uniform if any(_is_number(array.dtype) for array in by_owner[owner])]

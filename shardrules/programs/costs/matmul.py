@@ -59,7 +59,7 @@ def matmul_seconds(batch: int, m: int, n: int, k: int, dtype: Any, precision: st
         padded = [padded_size(size, hardware.matmul_tile) for size in (m, n, k)]
         seconds += flops_seconds(2 * batch * math.prod(padded), dtype, precision, hardware)
     else:
-        # The tiles of all results of a batch run side by side, as those of one matmul with as many rows.
+        # The tiles of all results of a batch run side by side, as in one matmul with as many rows.
         # A kernel of a GPU multiplies at least 64 rows and columns at once.
         rows, columns = (m, n) if batch == 1 else (batch * max(m, 64), max(n, 64))
         inside = min(rows, table.m[-1]), min(columns, table.n[-1])

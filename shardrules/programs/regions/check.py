@@ -174,7 +174,7 @@ class _Check:
         problems = list(self._incomparable())
         pieces: dict[_Group, int] = {}  # of letters that hold by themselves
         for group, possible in counts.items():
-            # Some mistakes show in small shards only, those of an exchange on more than two devices: both neighbours in
+            # Some mistakes show in small shards only, some of an exchange on more than two devices: both neighbours in
             # a ring of two are the same.
             tried = possible[-1:] if group.is_exchange else dict.fromkeys((possible[0], possible[-1]))
             differences = next(filter(None, (list(self._differences_of({group: count})) for count in tried)), [])

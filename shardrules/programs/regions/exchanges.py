@@ -23,7 +23,7 @@ _KINDS: Mapping[str, ExchangeKind] = {
     "reduce_scatter": "reduce-scatter",
     "all_to_all": "all-to-all",
     "ragged_all_to_all": "all-to-all",
-    "send_rows": "all-to-all",  # that of `shardrules.expert_exchange`
+    "send_rows": "all-to-all",  # the primitive of `shardrules.expert_exchange`
     "ppermute": "collective-permute",
 }
 """The collectives of `jax.lax`, by what compilers make of them."""

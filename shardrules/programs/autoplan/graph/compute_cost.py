@@ -1,6 +1,6 @@
 """The time of an operation on one device: of computing, or of reading and writing memory, whichever is longer.
 
-The figures are those of an audit: the rates that hardware reaches for matmuls of a shape, here of the shapes of each
+The figures are an audit's: the rates that hardware reaches for matmuls of a shape, here of the shapes of each
 layout, for memory traffic, and the launch of a kernel.
 """
 

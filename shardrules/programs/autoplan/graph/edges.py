@@ -164,7 +164,7 @@ class EdgeBuilder:
         nbytes = self.program.arrays[array].nbytes
         is_alone = is_alone or timing.is_between or self.program.regions[region].run_count > 1
         read_bytes = self._reordered_bytes(array)
-        # Activations have the order of dims that matmuls leave; parameters and gradients that of their collectives.
+        # Activations have the order of dims that matmuls leave; parameters and gradients the order of collectives.
         broadcast_bytes = 0 if timing.is_between or read_bytes else self._broadcasts.larger_bytes(array)
         key = (start, end, nbytes, count, is_alone, timing, read_bytes, broadcast_bytes)
         if key not in self._indices_by_key:

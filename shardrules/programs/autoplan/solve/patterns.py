@@ -163,7 +163,7 @@ class Families:
     def _allowed(self, node: int, role: Role, stage: Stage) -> np.ndarray:
         """Returns whether an axis may split each dim of a node; the last two entries are for parts and whole dims."""
         families, layouts = self._node_families[node], self.problem.nodes[node].layouts
-        # Dims that nothing splits, such as those of the windows of convolutions, are in no family.
+        # Dims that nothing splits, such as the windows of convolutions, are in no family.
         has_rows = any(root not in self.weights and (layouts == dim).any() for dim, root in enumerate(families))
         allowed = np.ones(len(families) + 2, bool)
         for dim, root in enumerate(families):

@@ -36,6 +36,7 @@ def pulled_back(equation: Any, *, with_results: bool = False) -> ClosedJaxpr:
             outputs = zip(equation.outvars, evaluated(equation, arguments), strict=True)
             return [value for var, value in outputs if _has_cotangent(var)]
 
+        # All other operands, such as integers, are constants of the derivative.
         computed, pull_back = jax.vjp(function, *(values[index] for index in moved))
         moved_back = pull_back(list(cotangents))
         return (computed, moved_back) if with_results else moved_back

@@ -129,6 +129,7 @@ def _equal_programs(program: Jaxpr, other: Jaxpr, derivative: Derivative) -> boo
         return False
     if len(program.outvars) != len(other.outvars) or len(program.constvars) != len(other.constvars):
         return False
+    # Variables are equal if they are bound at the same place: each is numbered as it appears.
     add((*program.constvars, *program.invars), (*other.constvars, *other.invars))
     for equation, another in zip(program.eqns, other.eqns, strict=True):
         is_same = equation.primitive is another.primitive and len(equation.invars) == len(another.invars)

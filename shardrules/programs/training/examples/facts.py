@@ -134,6 +134,7 @@ def joined(first: Fact, second: Fact, what: str, equation: Any) -> Fact:
         "from_batch": first.from_batch or second.from_batch,
         "is_zero": first.is_zero and second.is_zero,
     }
+    # Sums start from zeros, which are shared; a mixture of any other forms has no common one.
     forms = {first.form, second.form}
     if forms == {"shared"} and not (first.is_misfit or second.is_misfit):
         return Fact("shared", is_whole=True, **common)

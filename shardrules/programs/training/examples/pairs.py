@@ -205,8 +205,10 @@ def _other_kernel(equation: Any, other: Any, counts: Counts) -> str:
         blocks = zip(mapping.block_mappings, partner.block_mappings, strict=True)
         blocks_of_same_size = tuple(block.replace(array_aval=twin.array_aval) for block, twin in blocks)
         of_same_size = mapping.replace(grid=partner.grid, block_mappings=blocks_of_same_size)
+    # With the sizes of the second, the first has to read and write the same blocks at each position.
     if not equal_values(of_same_size, partner):
         names.append("map of blocks")
+    # A grid may only be longer along axes whose positions are computed one by one, as examples are.
     if mapping.grid != partner.grid:
         loops = None if op is None else kernel_loops(op)
         axes = {} if loops is None else loops.sizes

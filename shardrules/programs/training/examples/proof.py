@@ -132,6 +132,7 @@ class _Reader:
         for fact in operands:
             if fact.form == "refused":
                 return [fact] * len(equation.outvars), ()
+        # The order matters: what the whole batch can compute is never refused, whatever the equation does.
         if can_be_whole(operands):
             return self.computed_whole(equation, other, operands)
         bodies = self.bodies_of(equation)
@@ -224,6 +225,8 @@ class _Reader:
             return [refused(why, equation)] * len(equation.outvars), ()
         results = self.left(equation, body.outputs)
         is_rule = self.reads_derivatives and equation.primitive.name.startswith("custom_vjp")
+        # A custom derivative is run for parts and its cotangents are added up, which is right if it is linear in them:
+        # nothing says so where no example is in it.
         if is_rule and any(fact.is_trained and fact.form == "shared" for fact in results):
             return [refused(_shared_derivative(equation), equation)] * len(equation.outvars), ()
         has_gradient = any(fact.is_trained and fact.form in ("examples", "sum") for fact in results)
@@ -267,6 +270,7 @@ class _Reader:
         for branch in branches[1:]:
             facts = self.left(equation, branch.outputs)
             results = [joined(a, b, "a branch", equation) for a, b in zip(results, facts, strict=True)]
+        # In a loop over examples another branch may run in each round, so that shared results differ by round.
         if predicate.form == "examples":
             results = [
                 attrs.evolve(fact, form="examples", dim=EACH_ROUND, is_whole=False, is_own=True)
@@ -292,7 +296,7 @@ class _Reader:
         pair = Pair.of(equation.params["jaxpr"], other.params["jaxpr"], self.counts)
         carry = entering[const_count:first_slice]
         if over_examples:
-            # Each round adds that of its example to what starts from zero, or the loop is refused.
+            # Each round adds its example's to a sum that starts from zero, or the loop is refused.
             carry = [attrs.evolve(fact, form="sum", is_whole=False) if fact.is_zero else fact for fact in carry]
         body, carry = self.rounds(equation, pair, entering[:const_count], carry, slices)
         if body is None:

@@ -156,7 +156,7 @@ class Replay:
             return evaluated(self.closed_calls[id(equation)], operands)
         columns = own_columns(equation, facts, self.counts)
         if columns:
-            # Indices count the examples of the whole batch: here those of the part.
+            # Indices count the examples of the whole batch: here the part's.
             indices, is_index = operands[1], jnp.isin(jnp.arange(operands[1].shape[-1]), jnp.array(columns))
             size = facts[1].index_size // (self.position.group_count * self.position.microbatch_count)
             operands[1] = jnp.where(is_index, self.position.inside(indices, size), indices)

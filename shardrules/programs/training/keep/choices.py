@@ -47,7 +47,7 @@ def keep_choices(
     """
     flat = flattened(program, replace_checkpoints)
     reader = NeedsReader()
-    is_offered = offload and not hardware.is_cpu  # the memory of CPU devices is that of the host
+    is_offered = offload and not hardware.is_cpu  # the memory of CPU devices is the host's
     least_host_bytes = LEAST_HOST_BYTES * device_count if is_offered else math.inf
     units = [unit for unit in find_units(flat, trainable_count) if not unit.body.effects]
     problems = [unit_problem(unit, reader, hardware, least_host_bytes) for unit in units]

@@ -87,6 +87,7 @@ def cheapest(problem: KeepProblem, price: float) -> KeptValues:
     producers = {value: index for index, step in enumerate(problem.steps) for value in step.results}
     stored = [value for value in available if producers.get(value) not in repeated]
     kept, offloaded = [], []
+    # At this price a value is cheapest on the device or on the host, and the cut counted the cheaper one.
     for index in stored:
         value = problem.values[index]
         is_kept = value.keep_seconds + price * value.nbytes <= value.host_seconds

@@ -90,7 +90,7 @@ class _Builder:
         equation = self.unit.body.eqns[index]
         operands, inside = self.values_of(equation.invars), dict[int, int]()
         if needs.rule is not None:
-            # What a forward rule returns is kept inside of it. Its last results are those of the equation.
+            # What a forward rule returns is kept inside of it. Its last results are the equation's.
             count = len(equation.outvars)
             for rule_index, aval in needs.rule.types:
                 inside[rule_index] = self.add_value(aval, (index, count + rule_index), True)

@@ -42,6 +42,7 @@ class LayerLoop:
         index, _ = _main_loop(program)
         equation = jaxpr.eqns[index]
         needed, first, rest = set(_reads([equation])), [], [*jaxpr.eqns[index + 1 :]]
+        # Only what the loop needs runs before it: the loss and the like have to wait for the last stage.
         for each in reversed(jaxpr.eqns[:index]):
             if any(var in needed for var in each.outvars):
                 needed.update(_reads([each]))

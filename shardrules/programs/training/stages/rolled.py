@@ -73,7 +73,7 @@ class _Layers:
         free = layers.free()
         if any(index not in free for index in different):
             return None
-        # Of stacked weights each stage gets those of its layers, where they are taken apart before the loop.
+        # Of stacked weights each stage gets its layers' weights, where they are taken apart before the loop.
         literals = (index for index in free if layers.has_other_literals(index) and not layers.grows(index))
         first = dict.fromkeys((*different, *literals))
         for index in reversed(range(run.length)):

@@ -97,6 +97,7 @@ class StagedProgram:
         computed = dict.fromkeys(var for equation in body.eqns for var in equation.outvars)
         results = [var for var in dict.fromkeys(body.outvars) if not isinstance(var, Literal) and var in computed]
         run = jaxpr_as_fun(ClosedJaxpr(body.replace(outvars=results), ()))
+        # Without a batched operand `jax.vmap` would refuse, and a shared array runs once.
         dims = [0 if var in self.loop.by_microbatch else None for var in body.invars]
         if any(dim == 0 for dim in dims):
             run = jax.vmap(run, tuple(dims), [0 if var in self.loop.by_microbatch else None for var in results])
