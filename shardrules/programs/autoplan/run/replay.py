@@ -27,15 +27,8 @@ from shardrules.programs.autoplan.run.rewrite import chosen_layouts, with_layout
 from shardrules.programs.autoplan.traced.order import has_many_chains
 from shardrules.programs.autoplan.traced.program import is_on_host
 
-_XLA_MEMORY = 0.8
-"""The part of a GPU's memory that XLA schedules for."""
-
 _LIMIT_OPTION, _XLA_DEFAULT_PERCENT = "xla_gpu_memory_limit_slop_factor", 95
 """XLA's option that says how many per cent of that it fills, and its default."""
-
-_COARSE = 5
-"""Below how many hundredths the next one is too far off to say what is near the limit. Doubled, functions that take
-several gigabytes overlap less for a few per cent of memory."""
 
 _DISABLED_PASSES = "xla_disable_hlo_passes"
 
@@ -197,7 +190,8 @@ class PlannedFunction:
         # Results in the memory of donated arguments take none of their own.
         fresh = [None if index in overwriting else array for index, array in enumerate(program.results)]
         result_bytes = total_bytes(fresh, self.result_specs)
-        available = _XLA_MEMORY * self.problem.machine.hardware.memory_bytes - argument_bytes - result_bytes
+        # XLA schedules for four fifths of a GPU's memory.
+        available = 0.8 * self.problem.machine.hardware.memory_bytes - argument_bytes - result_bytes
         if available <= 0:
             return {}
         unit = available / 100
@@ -206,7 +200,8 @@ class PlannedFunction:
         least = math.ceil(_LEAST_OF_PEAK * needed)
         is_near = NEAR_RATIO * self.memory_limit < self.peak_bytes <= self.memory_limit
         is_free = _DISABLED_PASSES not in os.environ.get("XLA_FLAGS", "")
-        if most < min(needed, _COARSE) and is_near and is_free and not has_many_chains(program):
+        # Below 5 hundredths, chosen by hand, the next one is too far off to say what is near the limit.
+        if most < min(needed, 5) and is_near and is_free and not has_many_chains(program):
             return {_LIMIT_OPTION: 0, _DISABLED_PASSES: "rematerialization"}
         percent = max(1, most, least)
         return {_LIMIT_OPTION: percent} if percent < _XLA_DEFAULT_PERCENT else {}

@@ -15,13 +15,6 @@ import attrs
 from shardrules.core.source import equation_line
 from shardrules.programs.autoplan.traced.program import Operation, TracedProgram
 
-_ROUNDS = 3
-"""How far around an operation the program has to look the same, in operations.
-
-With more rounds more layers at both ends of a model are planned by themselves, which makes problems larger. With fewer,
-operations in the middle are tied to operations at the ends, where another layout may be better.
-"""
-
 _INDEX = re.compile(r"(?<![^/.\[\]])[0-9]+(?![^/.\[\]])")
 """A whole part of a path that is a number: equal arguments differ only in these."""
 
@@ -42,7 +35,9 @@ def op_classes(program: TracedProgram, paths: Sequence[str], tie: bool = True) -
     refinement = _Refinement(program)
     first_arguments = refinement.argument_classes(paths)
     operations, arguments = refinement.operation_classes(), first_arguments
-    for _ in range(_ROUNDS):
+    # The program has to look the same three operations around: with more rounds more layers at both ends of a model are
+    # planned by themselves, with fewer, operations in the middle are tied to the ends.
+    for _ in range(3):
         users = {
             array: tuple(sorted({(operations[op_index], operand_index) for op_index, operand_index in array_users}))
             for array, array_users in program.users.items()

@@ -27,12 +27,6 @@ _PARTIAL_READS = "gather dynamic_slice slice split"
 _IN_PLACE = "scatter scatter-add scatter-mul scatter-min scatter-max dynamic_update_slice"
 """Primitives that write their result over their first operand, and only the elements that change."""
 
-_LONGEST_ROW = 16384
-"""How long the rows may be that one kernel reduces and then computes from, in elements. XLA for GPUs keeps rows of
-attention, of norms and of small vocabularies on chip, and reads longer ones again for each reduction: of losses that
-were compiled for H100s with 16,384 scores or less all were kept, with 20,000 none. With half of it, peaks of those with
-12,000 scores are up to a third too low; with twice as much, those of 20,000 up to a half too high."""
-
 WHOLE, ENDS, VIEWS, PARTIAL_READS, IN_PLACE = (
     frozenset(names.split()) for names in (_WHOLE, _ENDS, _VIEWS, _PARTIAL_READS, _IN_PLACE)
 )
@@ -114,8 +108,10 @@ def reduced_rows(operation: Operation) -> tuple[int, ...]:
     """The shape of what an operation reduces along its last dim; empty unless such rows are short enough for a chip."""
     if not operation.name.startswith("reduce_") or "axes" not in operation.equation.params:
         return ()
+    # XLA for GPUs keeps rows of attention, of norms and of small vocabularies on chip, and reads longer ones again for
+    # each reduction: of losses that were compiled for H100s with 16,384 scores or less all were kept, with 20,000 none.
     shape = operation.equation.invars[0].aval.shape
-    return shape if operation.equation.params["axes"] == (len(shape) - 1,) and shape[-1] <= _LONGEST_ROW else ()
+    return shape if operation.equation.params["axes"] == (len(shape) - 1,) and shape[-1] <= 16_384 else ()
 
 
 def ends_chain(operation: Operation) -> bool:

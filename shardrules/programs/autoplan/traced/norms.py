@@ -19,14 +19,9 @@ from shardrules.programs.autoplan.traced.kernels import (
 from shardrules.programs.autoplan.traced.program import Operation, TracedProgram
 
 FEW_COLUMNS = 3000
-"""How many results a device may have of the first step of a reduction over dims that are not the last, such as those of
-a norm of groups, for its kernels to write what they compute: each kernel keeps 32 of them, and a GPU with fewer kernels
-than cores takes long to compute. Of programs that were compiled for H100s, all with 2,048 wrote it, none with 4,096
-did. Doubled, peaks of norms of large batches are up to a half too high; halved, those of a U-Net a tenth too low."""
-
-_OFTEN = 4
-"""How many kernels have to take a value for which one of them reduces several dims, so that it is written. With one
-more, most of what XLA for GPUs keeps of a U-Net is missing; with one less, it is too much."""
+"""The most results of the first step of a reduction over dims that are not the last, such as a norm of groups, for
+whose kernels a device writes their operand: each kernel keeps 32 of them, and a GPU with fewer kernels than cores takes
+long to compute. Of programs that were compiled for H100s, all with 2,048 wrote it, none with 4,096 did."""
 
 _COSTLY = "exp exp2 log log1p expm1 tanh logistic erf erf_inv erfc pow sin cos tan atan2"
 
@@ -40,7 +35,7 @@ time, but the series does. Of 22 functions of activation that were compiled for 
 and neither exponentials nor logistic functions."""
 
 _NARROW = 2
-"""With twice as many, activations in float32 count that are computed again; with half, none."""
+"""The most bytes of an element of activations that are kept for a norm: XLA for GPUs computes float32 again."""
 
 
 def with_norms(program: TracedProgram, written: frozenset[int]) -> tuple[frozenset[int], dict[int, int]]:
@@ -92,8 +87,9 @@ def with_norms(program: TracedProgram, written: frozenset[int]) -> tuple[frozens
 
 def _is_normalised(program: TracedProgram, operation: Operation, kernels: frozenset[int]) -> bool:
     """Whether many kernels take the result of an operation, and one of them reduces several dims."""
+    # Fitted to U-Nets that XLA for GPUs compiled: four kernels, and no values in float32, which it computes again.
     return (
-        len(kernels) >= _OFTEN
+        len(kernels) >= 4
         and sum(len(program.users.get(result, ())) for result in operation.results) > 1
         and _computes_as_much(program, operation)
         and all(program.arrays[result].dtype.itemsize <= _NARROW for result in operation.results)

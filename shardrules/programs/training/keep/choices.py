@@ -19,10 +19,6 @@ from shardrules.programs.training.keep.subsets import subset_choices
 from shardrules.programs.training.keep.units import find_units
 from shardrules.programs.training.keep.words import host_bytes, keep_words, repeated_flops
 
-_SOLVES = 40
-"""The computations of the cuts of all units: each takes a few milliseconds. More find no more choices for the models of
-the benchmark."""
-
 _ALMOST = 1e-6
 """Choices that differ by this part are the same: capacities of cuts are rounded."""
 
@@ -180,7 +176,8 @@ def _hull(problems: Sequence[UnitProblem]) -> list[_Choice]:
     smallest = _solved(problems, highest)
     choices = [fastest, smallest]
     pending, solves = [(fastest, smallest)], 2
-    while pending and solves < _SOLVES:
+    # Each takes a few milliseconds. More find no more choices for the models of the benchmark.
+    while pending and solves < 40:
         # The widest gap first.
         pending.sort(key=lambda pair: pair[0].nbytes - pair[1].nbytes)
         more, less = pending.pop()

@@ -23,15 +23,6 @@ from shardrules.programs.training.keep.segments import (
     signature,
 )
 
-_SMALLER_PERIOD = 0.9
-"""A segment of fewer equations is taken if its run has this part of the FLOPs of the run with most. With less, parts of
-a layer that are equal by chance may be taken for layers; with more, pairs of layers where their number is odd."""
-
-
-_WIDER = 4.0
-"""The most bytes that go from segment to segment of a loop if it has one more for that, over the bytes without: layers
-that narrow in the middle are whole then."""
-
 
 @final
 @attrs.frozen
@@ -248,12 +239,16 @@ def find_runs(body: Jaxpr, start: int, stop: int, *, as_loops: bool = False) -> 
             covered = float(total[low + period * repeats] - total[low])
             if total[low + period] == total[low]:
                 continue
-            if best is None or _SMALLER_PERIOD * covered > best[0]:
+            # A segment of fewer equations is taken if its run has hardly fewer FLOPs, chosen by hand: with less, parts
+            # of a layer that are equal by chance may be taken for layers; with more, pairs of layers.
+            if best is None or 0.9 * covered > best[0]:
                 best = covered, period, int(low), int(high) + period
     if best is None:
         return []
     _, period, low, high = best
-    run = _best_rotation(body, start + low, start + high, period, _WIDER if as_loops else 1.0)
+    # Of a loop, up to four times as many bytes may go from segment to segment for one more of them, chosen by hand:
+    # layers that narrow in the middle are whole then.
+    run = _best_rotation(body, start + low, start + high, period, 4.0 if as_loops else 1.0)
     if run is None:
         return []
     end = run.start + run.length * run.repeats

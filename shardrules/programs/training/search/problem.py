@@ -41,10 +41,6 @@ REFUSALS = (DoesNotFitError, MeshError, MicrobatchError, PlanError, UnknownAxisE
 that a mesh lacks, microbatches that would tear examples apart."""
 
 
-_KEPT_QUERIES = 3
-"""How many queries are kept, chosen by hand: each holds a traced step, of many megabytes for hundreds of layers."""
-
-
 @final
 @attrs.frozen(eq=False)
 class TrainingProblem:
@@ -115,7 +111,8 @@ class TrainingProblem:
 
     def forget(self, best: "Outcome | None") -> None:
         """Forgets queries, but for the last few and that of the best plan, for which it is read once."""
-        for key in [*self._queries][:-_KEPT_QUERIES]:
+        # Chosen by hand: each query holds a traced step, of many megabytes for hundreds of layers.
+        for key in [*self._queries][:-3]:
             if best is None or key != (best.shape, best.recipe):
                 del self._queries[key]
 

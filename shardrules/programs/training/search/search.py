@@ -23,49 +23,12 @@ from shardrules.programs.training.cluster import Shape
 from shardrules.programs.training.search.problem import Outcome, TrainingProblem, plan_once
 from shardrules.programs.training.step import Recipe
 
-_MOST_MESHES = 16
-"""How many meshes are planned without a limit: about five to begin with, and their neighbours. Halved, meshes of three
-axes are hardly reached; doubled, searches that change nothing take as long as all others."""
-
-_MOST_PLANS = 90
-"""How many times a step is planned: 2 to 4 seconds each for scanned layers on one core. Doubled, plans near the least
-memory are a little better, and searches on slow machines end by their time limit."""
-
-_LESS = 0.98
-"""By what factor twice as many microbatches have to lower the least peak for more to be tried. With 1, searches in
-which nothing fits go on to single examples, for hardly a per cent."""
-
 _TIE = 1e-3
-"""By what part a plan has to be faster than a simpler one to be better: models of costs tell no less apart."""
+"""The part by which a plan has to be faster than a simpler one to be better: models of costs tell no less apart."""
 
-
-_HOST_MESHES = 3
-"""On how many meshes steps are planned with the optimizer's state on hosts. Doubled, searches in which hardly anything
-fits take up to 20 plans longer."""
-
-_MOST_HOST_PLANS = 30
-"""How many plans are made with the optimizer's state on hosts, beside the others. Halved, larger models than fit are
-not searched to the end."""
-
-_HOST_PARTS = 3
-"""How often the part of the state on hosts is halved or raised again, to eighths. Each more is one plan, for a part
-that takes half as long as the one before."""
-
-_ANSWERING = 0.7
-"""How long it takes to answer, as a part of the time that tracing a step and reading its layouts takes, chosen by hand:
-for GPTs in lists of 10 and 32 blocks, 1.1 s of a core beside 1.6 s, and 1.5 s beside 5 s."""
-
-_MOST_EARLY = 16
-"""With how many microbatches at most the first plan is looked for that fits, chosen by hand: with more, recomputing is
-likely to take less time."""
-
-_SURE = 0.8
-"""Which part of the time that recomputing is estimated to take counts where a recipe is left for it, chosen by hand: of
-a GPT on 16 H100s, what takes 9.4 ms was estimated at 10.4."""
 
 _SAME = 1e-6
-"""By what part times and peaks of the same plan differ: sums in another order. With 1e-2, plans that compile to 5 %
-more memory count as the same."""
+"""The part by which times and peaks of the same plan differ: sums in another order."""
 
 
 @final
@@ -97,8 +60,8 @@ class TrainingSearch:
     """How long it takes to answer, once the search is over."""
     is_cut: bool = False
     """Whether the time was up in the middle of a plan."""
-    most_count: int = _MOST_PLANS
-    """How many plans may be made."""
+    most_count: int = 90
+    """The plans that may be made, chosen by hand: 2 to 4 seconds each for scanned layers on one core."""
     host_part: float = 0.0
     """Which part of the optimizer's state is on hosts, in recipes that are made."""
     is_late: bool = False
@@ -117,7 +80,8 @@ class TrainingSearch:
         while self.center is not None and not self.is_over:
             center = self.center
             near = [shape for shape in self.problem.cluster.neighbours(center) if shape not in self.free]
-            near = near[: max(0, _MOST_MESHES - len(self.free))]
+            # Up to 16 meshes, chosen by hand: about five to begin with, and their neighbours.
+            near = near[: max(0, 16 - len(self.free))]
             for shape in near:
                 self.plan_free(shape, self.first_recipe)
             self.fit_all(near)
@@ -136,7 +100,7 @@ class TrainingSearch:
             return
         activation_bytes = (free.peak_bytes - free.argument_bytes) * free.recipe.microbatches
         for microbatches in self.counts(free.batch_splits):
-            if microbatches > _MOST_EARLY:
+            if microbatches > 16:  # chosen by hand: with more, recomputing is likely to take less time
                 break
             least_bytes = self.problem.rest_bytes + activation_bytes / microbatches
             is_likely = free.recipe.microbatches < microbatches and least_bytes <= self.limit_bytes
@@ -257,7 +221,9 @@ class TrainingSearch:
         outcome = plan_once(self.problem, shape, recipe, self.limit_bytes, is_free, deadline, shrinks=shrinks)
         self.is_cut |= outcome.result is not None and outcome.result.is_late
         self.longest_seconds = max(self.longest_seconds, outcome.planning_seconds)
-        self.answer_seconds = max(self.answer_seconds, _ANSWERING * outcome.read_seconds)
+        # Answering takes this part of tracing a step and reading its layouts, chosen by hand: for GPTs in lists of 10
+        # and 32 blocks, 1.1 s of a core beside 1.6 s, and 1.5 s beside 5 s.
+        self.answer_seconds = max(self.answer_seconds, 0.7 * outcome.read_seconds)
         self.count += 1
         best = self.best
         self.problem.forget(best)
@@ -291,7 +257,8 @@ class TrainingSearch:
             # More microbatches only cost time where they let the backward pass keep more.
             is_worse = self.seconds_of(shape, microbatches // 2) < self.seconds_of(shape, microbatches)
             before, least_bytes = least_bytes, self.least_bytes(shape, microbatches)
-            if keeps_all or self.is_over or is_worse or least_bytes > before * _LESS:
+            # Steps in which nothing fits would go on to single examples, for hardly a per cent.
+            if keeps_all or self.is_over or is_worse or least_bytes > 0.98 * before:
                 return
 
     def least_bytes(self, shape: Shape, microbatches: int) -> float:
@@ -372,7 +339,8 @@ class TrainingSearch:
         return [
             index
             for index in range(first, len(keeps))
-            if free.seconds + _SURE * (keeps[index].seconds - keeps[first].seconds) * parts / count < most
+            # The estimate of recomputing is a little high: of a GPT on 16 H100s, 9.4 ms were estimated at 10.4.
+            if free.seconds + 0.8 * (keeps[index].seconds - keeps[first].seconds) * parts / count < most
         ]
 
     def polish(self) -> None:
@@ -401,10 +369,10 @@ class TrainingSearch:
             shape
             for shape in sorted(bounds, key=lambda shape: (bounds[shape], len(shape)))
             if best is None or bounds[shape] < best.seconds * (1 - _TIE)
-        ][:_HOST_MESHES]
+        ][:3]  # chosen by hand
         if not shapes or not self.problem.host_state(1.0):
             return
-        self.most_count, self.host_part = self.count + _MOST_HOST_PLANS, 1.0
+        self.most_count, self.host_part = self.count + 30, 1.0  # chosen by hand
         if not self.is_over:
             self.free = {}
             for shape in shapes:
@@ -422,7 +390,7 @@ class TrainingSearch:
     def keep_on_devices(self) -> None:
         """Plans for less of the state on hosts, as long as that fits: each byte of it takes time in every step."""
         low, high = 0.0, 1.0
-        for _ in range(_HOST_PARTS):
+        for _ in range(3):  # to eighths
             best = self.best
             if best is None or not best.recipe.host_state or self.is_over:
                 return

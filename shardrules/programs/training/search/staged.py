@@ -24,24 +24,16 @@ _INNER_SIZES = (1, 2, 4, 8)
 """The sizes of an innermost axis inside of stages. With 16, stages would send over slow networks for each layer."""
 
 _MOST_PADDING = 0.125
-"""How many places without a layer stages may have, as a part of the layers: each takes as long as a layer."""
+"""The most places of stages without a layer, as a part of the layers: each takes as long as a layer."""
 
 _MOST_MICROBATCHES = (32, 8)
-"""How many microbatches there are for each stage at most: with 32 stages wait for 3 % of the time, with 8 for 11 %.
-With more, smaller and smaller microbatches would save less and less."""
+"""The most microbatches for each stage: with 32 stages wait for 3 % of the time, with 8 for 11 %."""
 
 _CHUNKS = (2, 4)
 """Into how many chunks the layers of stages are cut. With more, microbatches are sent more often for bubbles that are
 shorter than a per cent."""
 
-_PLANS = 10
-"""One plan with stages for so many without, and as many again with chunks: with an axis more, they take up to five
-times as long. With one for eight, searches take up to 1.52 times as long as without stages."""
-
 _NO_TIME = "time_limit left no time for them"
-
-_MOST_ASKED = 24
-"""After how many plans no other set-up is begun where the user asks for stages: four meshes, six plans each."""
 
 
 def search_plans(search: TrainingSearch) -> None:
@@ -123,7 +115,9 @@ class StageSearch:
         stagings = self.ordered()
         if not stagings:
             return self.obstacle()
-        more = _MOST_ASKED if search.stages else max(1, search.count // _PLANS)
+        # Four meshes of six plans each if the user asks for stages. Otherwise one for ten without stages, and as many
+        # with chunks, chosen by hand: with an axis more, plans take up to five times as long.
+        more = 24 if search.stages else max(1, search.count // 10)
         most_count = search.count + more
         least = self.least_seconds(stagings[0])
         for staging in stagings:

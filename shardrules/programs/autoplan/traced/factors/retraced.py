@@ -100,10 +100,6 @@ def _names(term: str, shape: Shape) -> list[str | None]:
     return [None if letter == "." else letter for letter in term.ljust(len(shape), ".")]
 
 
-_PROBE = 1_000_003
-"""Stands for a number of a program, and the integers after it. Chosen by hand: exact in 32 bits, and in no kernel."""
-
-
 def _origin(op: OpSignature) -> tuple[_Maker, Mapping[str, Any]] | None:
     """What makes a kernel, and the options for which it does; `None` where none makes the same."""
     makers = (maker for maker in _MAKERS if is_from(op.params, maker.module))
@@ -113,7 +109,8 @@ def _origin(op: OpSignature) -> tuple[_Maker, Mapping[str, Any]] | None:
     text, literals = _text(op.params), _literals(op.params)
     for kinds in itertools.product(*maker.options.values()):
         probe = {
-            name: kind(_PROBE + index) if kind in (int, float) else kind
+            # A number that is exact in 32 bits, and in no kernel.
+            name: kind(1_000_003 + index) if kind in (int, float) else kind
             for index, (name, kind) in enumerate(zip(maker.options, kinds, strict=True))
         }
         params = _params(maker, op, op.operands, probe)
