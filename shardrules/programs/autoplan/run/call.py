@@ -20,6 +20,7 @@ from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.programs.autoplan.run.branches import without_branches
 from shardrules.programs.autoplan.run.expand import expanded
 from shardrules.programs.autoplan.run.fingerprint import fingerprint
+from shardrules.programs.autoplan.run.masks import with_masks_inside
 from shardrules.programs.compiling.arguments import argument_names
 from shardrules.programs.compiling.model_flops import without_dead_code
 
@@ -207,7 +208,7 @@ def _program(
             if refusal is None:
                 raise
             raise refusal from error
-        program = ClosedJaxpr(without_branches(expanded(traced.jaxpr)), traced.consts)
+        program = ClosedJaxpr(with_masks_inside(without_branches(expanded(traced.jaxpr))), traced.consts)
         return ClosedJaxpr(without_dead_code(program), traced.consts)
 
 
