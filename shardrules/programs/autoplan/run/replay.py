@@ -33,9 +33,9 @@ _LIMIT_OPTION, _XLA_DEFAULT_PERCENT = "xla_gpu_memory_limit_slop_factor", 95
 _DISABLED_PASSES = "xla_disable_hlo_passes"
 
 _MOST_OF_LIMIT, _LEAST_OF_PEAK = 0.98, 0.95
-"""Parts of the memory limit and of the modelled peak that XLA is given. It overshoots what it is given by a per cent or
-two, so that with all of the limit functions would exceed it; with less than the peak it computes things twice, and may
-need more memory after all."""
+"""Parts of the memory limit and of the modelled peak that XLA is given. It overshoots its limit by a per cent or two,
+so that with all of the limit functions would exceed it; with less than the peak it computes arrays again, and may need
+more memory after all."""
 
 NEAR_RATIO = 0.9
 """The part of the limit from which a plan is near it. The model of memory may say up to a tenth less than the compiler
@@ -165,13 +165,13 @@ class PlannedFunction:
     def compiler_options(self, mesh: Mesh) -> dict[str, Any]:
         """Returns XLA options with the memory limit, for GPUs.
 
-        By default XLA fills what a GPU has, so as to overlap more. The option is a part, in whole per cent, of what
-        arguments and results leave. Of functions that need less than a few per cent of a GPU's memory, no such number
-        may lie between what the plan needs and the limit. If the plan is near the limit, XLA is then given nothing, so
-        that it saves memory wherever it can: with a little less than it needs, it may take more than without a limit.
-        It would also compute much twice to get there, which is turned off, unless `XLA_FLAGS` turns off other passes:
-        the option would replace that. Of functions with several chains of matmuls it would run all at once, which takes
-        more memory, so they get a number all the same.
+        By default XLA fills a GPU's memory, so as to overlap more. The option is a part, in whole per cent, of the
+        memory that arguments and results leave. Of functions that need less than a few per cent of a GPU's memory, no
+        such number may lie between what the plan needs and the limit. If the plan is near the limit, XLA is then given
+        nothing, so that it saves memory wherever it can: with a little less than it needs, it may take more than
+        without a limit. It would also compute much twice to get there, which is turned off, unless `XLA_FLAGS` turns
+        off other passes: the option would replace that. Of functions with several chains of matmuls it would run all at
+        once, which takes more memory, so they get a number all the same.
         """
         if mesh.devices.flat[0].platform != "gpu" or under_trace():
             return {}
@@ -216,7 +216,7 @@ def _without_weak_type(array: Any) -> Any:
 
 
 def _is_in_other_memory(sharding: Sharding, target: NamedSharding, ndim: int) -> bool:
-    """Whether an array is where it was planned but for its memory, as after a load by a rule, which has no memories."""
+    """An array is where it was planned but for its memory, as after a load by a rule, which has no memories."""
     memory = target.memory_kind
     return memory is not None and sharding.with_memory_kind(memory).is_equivalent_to(target, ndim)
 

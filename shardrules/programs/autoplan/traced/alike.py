@@ -1,4 +1,4 @@
-"""Which operations of a program are equal, as they are in layers that are repeated in the code.
+"""The equal operations of a program, as in layers that are repeated in the code.
 
 This is a Weisfeiler-Lehman refinement. Each operation starts with a color, here called its class: the code line, the
 primitive and the shapes. Each round then gives it a new class, from its own and its neighbours' classes.
@@ -52,7 +52,7 @@ def op_classes(program: TracedProgram, paths: Sequence[str], tie: bool = True) -
 
 
 def _rule(operation: Operation) -> str | None:
-    """What a region declares."""
+    """The declaration of a region."""
     return operation.equation.params["rule"] if operation.name == "region" and operation.equation is not None else None
 
 
@@ -75,7 +75,8 @@ class _Refinement:
         }
 
     def operation_classes(self) -> list[int]:
-        """What an operation is by itself. Its line of code tells apart what only happens to have equal shapes."""
+        """The classes of operations by themselves. Their lines of code tell apart operations that only happen to have
+        equal shapes."""
         arrays = self.program.arrays
         return [
             self.number(

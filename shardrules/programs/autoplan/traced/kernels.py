@@ -33,7 +33,7 @@ WHOLE, ENDS, VIEWS, PARTIAL_READS, IN_PLACE = (
 
 
 def is_view(operation: Operation) -> bool:
-    """Whether the results of an operation are its operands, in the same memory."""
+    """The results of an operation are its operands, in the same memory."""
     if operation.role in ("exit", "fixed", "return"):
         return True
     if operation.role == "enter":
@@ -46,8 +46,8 @@ def is_view(operation: Operation) -> bool:
 
 
 def _is_free_transpose(operation: Operation) -> bool:
-    """Whether a transpose only swaps two neighboring groups of dims, the last of all. That moves nothing: matmuls can
-    read and write matrices with either dim first."""
+    """A transpose only swaps two neighboring groups of dims, the last of all. That moves nothing: matmuls can read and
+    write matrices with either dim first."""
     if operation.name != "transpose":
         return False
     permutation = operation.equation.params["permutation"]
@@ -64,7 +64,7 @@ def view_pairs(operation: Operation) -> Iterator[tuple[int, int]]:
 
 
 def takes_whole(operation: Operation) -> bool:
-    """Whether the operands of an operation have to be in memory before it runs."""
+    """The operands of an operation have to be in memory before it runs."""
     if operation.role in ("join", "opaque"):
         return True
     is_whole = operation.name in WHOLE or changes_memory(operation)
@@ -72,8 +72,8 @@ def takes_whole(operation: Operation) -> bool:
 
 
 def is_matmul(operation: Operation) -> bool:
-    """Whether an operation is a kernel for matmuls or convolutions. Of a dot with a vector, or of one that adds nothing
-    up, compilers make elementwise operations and a reduction."""
+    """An operation is a kernel for matmuls or convolutions. Of a dot with a vector, or of one that adds nothing up,
+    compilers make elementwise operations and a reduction."""
     if operation.name != "dot_general":
         return bool(operation.flops)
     summed, batch = operation.equation.params["dimension_numbers"]
@@ -86,8 +86,8 @@ def is_matmul(operation: Operation) -> bool:
 
 
 def reduced_runs(operation: Operation) -> int:
-    """How many runs of neighboring dims an operation reduces. Dims of one element do not count: to reduce only these,
-    as gradients of a mean that keeps its dims do, computes nothing.
+    """The number of runs of neighboring dims that an operation reduces. Dims of one element do not count: to reduce
+    only these, as gradients of a mean that keeps its dims do, computes nothing.
 
     ```python
     from shardrules.programs.autoplan.traced.kernels import reduced_runs
@@ -115,7 +115,7 @@ def reduced_rows(operation: Operation) -> tuple[int, ...]:
 
 
 def ends_chain(operation: Operation) -> bool:
-    """Whether the results of an operation are written, whatever uses them."""
+    """The results of an operation are written, whatever uses them."""
     name = operation.name
     adds_up = name == "dot_general" and bool(operation.factors.reduced)
     reduces = adds_up or (name.startswith("reduce_") and name != "reduce_precision" and reduced_runs(operation) > 0)

@@ -23,7 +23,7 @@ _KERNELS_OF_JAX = pathlib.Path(jax.__file__).parent / "experimental" / "pallas" 
 
 
 def is_from(params: Mapping[str, Any], *modules: str) -> bool:
-    """Whether a kernel is written in one of these modules of the installed JAX, and not in a copy of it."""
+    """A kernel is written in one of these modules of the installed JAX, and not in a copy of it."""
     return any(f" at {(_KERNELS_OF_JAX / module).as_posix()}:" in _source(params) for module in modules)
 
 
@@ -43,7 +43,8 @@ class _Maker:
     dims: str
     """For each operand and result the loops of its first dims; a dot is a dim that is whole."""
     options: Mapping[str, tuple[Any, ...]] = attrs.field(factory=dict)
-    """What each option may be. `float` and `int` are numbers, which are then among those of the kernel's program."""
+    """The possible values of each option. `float` and `int` are numbers, which are then among the numbers of the
+    kernel's program."""
     kernel: str = ""
     """The name of the kernel, where it makes several."""
 
@@ -87,7 +88,7 @@ def retraced_params(op: OpSignature, shapes: Sequence[Shape]) -> dict[str, Any] 
 
 
 def is_made_again(op: OpSignature, shapes: Sequence[Shape], params: Mapping[str, Any]) -> bool:
-    """Whether JAX's function makes a kernel with these parameters for operands of these shapes."""
+    """JAX's function makes a kernel with these parameters for operands of these shapes."""
     again = retraced_params(op, shapes)
     return again is not None and _text(again) == _text(params)
 
@@ -101,7 +102,7 @@ def _names(term: str, shape: Shape) -> list[str | None]:
 
 
 def _origin(op: OpSignature) -> tuple[_Maker, Mapping[str, Any]] | None:
-    """What makes a kernel, and the options for which it does; `None` where none makes the same."""
+    """The maker of a kernel, and the options for which it makes it; `None` if none makes the same."""
     makers = (maker for maker in _MAKERS if is_from(op.params, maker.module))
     maker = next((maker for maker in makers if _source(op.params).startswith(maker.kernel)), None)
     if maker is None:
