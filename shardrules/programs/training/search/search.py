@@ -38,13 +38,13 @@ class TrainingSearch:
 
     problem: TrainingProblem
     microbatches: int | None
-    """How many microbatches to plan for, if the user says so."""
+    """The number of microbatches to plan for, if the user says so."""
     stages: int | None
-    """How many stages to plan for, if the user says so."""
+    """The number of stages to plan for, if the user says so."""
     deadline: Deadline
     progress: Callable[[str], None]
     limit_bytes: float = attrs.field(default=attrs.Factory(lambda search: search.problem.limit_bytes, takes_self=True))
-    """What plans may take by the model."""
+    """The bytes that plans may take by the model."""
     free: dict[Shape, Outcome] = attrs.field(factory=dict)
     """For each mesh the fastest recipe, without a limit of memory."""
     columns: dict[tuple[Shape, Recipe], Outcome] = attrs.field(factory=dict)
@@ -52,22 +52,22 @@ class TrainingSearch:
     outcomes: dict[tuple[Shape, Recipe], Outcome] = attrs.field(factory=dict)
     """Within the limit."""
     beaten: dict[tuple[Shape, Recipe], str] = attrs.field(factory=dict)
-    """Why recipes were not planned within the limit."""
+    """The reasons why recipes were not planned within the limit."""
     count: int = 0
-    """How many plans were made."""
+    """The number of plans that were made."""
     longest_seconds: float = 0.0
     answer_seconds: float = 0.0
-    """How long it takes to answer, once the search is over."""
+    """The seconds of answering, once the search is over."""
     is_cut: bool = False
-    """Whether the time was up in the middle of a plan."""
+    """The time was up in the middle of a plan."""
     most_count: int = 90
     """The plans that may be made, chosen by hand: 2 to 4 seconds each for scanned layers on one core."""
     host_part: float = 0.0
-    """Which part of the optimizer's state is on hosts, in recipes that are made."""
+    """The part of the optimizer's state that is on hosts, in recipes that are made."""
     is_late: bool = False
-    """Whether the time was up before the search was done."""
+    """The time was up before the search was done."""
     why_no_stages: str = ""
-    """Why layers are not in stages; empty where they are."""
+    """The reason why layers are not in stages; empty if they are."""
 
     def run(self) -> None:
         """Searches for plans in which all devices compute all layers."""
@@ -162,7 +162,7 @@ class TrainingSearch:
         return min(planned, key=lambda outcome: outcome.peak_bytes, default=None)
 
     def shrink(self) -> None:
-        """Where nothing fits, plans once more what takes the least memory: for as little as it can take.
+        """If nothing fits, plans the recipe of the least memory once more: for as little as it can take.
 
         That a recipe does not fit may be certain before anything is planned: of such recipes, the one that needs least.
         """
@@ -184,13 +184,13 @@ class TrainingSearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether another plan would take longer than there is time for, or more plans were made than are worth it."""
+        """Another plan would take longer than there is time for, or more plans were made than are worth it."""
         self.is_late |= not self.has_time
         return self.is_late or self.count >= self.most_count
 
     @property
     def has_time(self) -> bool:
-        """Whether there is time for another plan, and for the answer."""
+        """There is time for another plan, and for the answer."""
         return self.deadline.seconds_left > self.longest_seconds + self.answer_seconds
 
     def first_keep(self, microbatches: int) -> int:
@@ -401,7 +401,6 @@ class TrainingSearch:
             low, high = (low, middle) if self.outcomes[best.shape, recipe].fits else (middle, high)
 
     def fits(self, shape: Shape, microbatches: int, groups: int, keep_index: int) -> bool:
-        """Whether a recipe fits on a mesh."""
         recipe = self.recipe(microbatches, groups, keep_index)
         if (shape, recipe) not in self.outcomes:
             if self.is_over:
@@ -410,7 +409,7 @@ class TrainingSearch:
         return self.outcomes[shape, recipe].fits
 
     def loses(self, shape: Shape, recipe: Recipe, bound: float) -> bool:
-        """Whether a mesh that takes so long at least cannot be better than the best plan."""
+        """A mesh that takes so long at least cannot be better than the best plan."""
         best = self.best
         if best is None:
             return False
@@ -439,7 +438,7 @@ def first_fitting(keep_indices: Sequence[int], fits: Callable[[int], bool]) -> i
 
 
 def _is_same(first: Outcome, second: Outcome) -> bool:
-    """Whether two meshes have the same layouts under other names, as far as costs tell."""
+    """Two meshes have the same layouts under other names, as far as costs tell."""
     pairs = (first.seconds, second.seconds), (first.peak_bytes, second.peak_bytes)
     return first.recipe == second.recipe and all(math.isclose(*pair, rel_tol=_SAME) for pair in pairs)
 
