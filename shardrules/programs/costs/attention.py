@@ -32,9 +32,6 @@ _BLOCK_CYCLES = MappingProxyType({"fwd": 500, "dq": 220, "dkv": 330, "backward":
 """The cycles around a block of scores: its own, and its share of skipped blocks and of the first and last of a row, for
 a causal mask of 4 x 4 blocks. With longer rows it falls, by a quarter with 8 x 8."""
 
-_UNITS = 4
-"""The units for matmuls in a core of all TPUs since the v4."""
-
 _CUDNN = MappingProxyType(
     {
         ("fwd", 64): (415, 120),
@@ -68,7 +65,8 @@ def attention_seconds(matmul: Matmul, hardware: Hardware) -> float:
             2 * product.batch * math.prod(padded_size(size, tile) for size in (product.m, product.n, product.k))
             for product in matmul.products
         )
-        cores = max(1, round(hardware.flops_per_second("bf16") / (2 * _UNITS * tile**2 * hardware.clock_hertz)))
+        # A core of all TPUs since the v4 has four units for matmuls.
+        cores = max(1, round(hardware.flops_per_second("bf16") / (2 * 4 * tile**2 * hardware.clock_hertz)))
         score_count = scores.batch * scores.m * scores.n
         blocks = max(scores.batch, score_count / 512**2)  # a kernel does not say how large its blocks are
         vector = score_count / 1024 * _VECTOR_CYCLES[tile][phase]
