@@ -29,24 +29,10 @@ from shardrules.programs.pipelines.schedule import PipelineSchedule
 from shardrules.programs.training.answer.report import TrainingPlanReport
 
 WIDTH, HEIGHT = 1600.0, 720.0
-"""The size of the treemap in pixels, which the page scales: about a full screen. Doubled, labels get half as large;
-halved, rounding to hundredths of a pixel shows."""
+"""The size of the treemap in pixels, which the page scales: about a full screen."""
 
 _DRAWN_KINDS = 500
-"""At most this many kinds of leaves get a picture of their blocks, the largest first. Doubled, the page of a large
-model grows by a megabyte; halved, models with many kinds have rows without a picture."""
-
-_MOST_DRAWN = 1024
-"""Up to how many microbatches of all stages together a schedule is drawn. Each takes 400 bytes of the page: with ten
-times as many, boxes are narrower than a pixel, and the page takes megabytes more."""
-
-_LISTED_COLLECTIVES = 300
-"""At most this many collectives are listed, the most expensive first: the rest is far below 1 % of the time. Doubled,
-the page grows by 100 kB; halved, audits of deep unrolled models end early."""
-
-_LISTED_LINES = 100
-"""At most this many lines of code are listed, the longest first. Doubled, the page grows by 10 kB; halved, the list
-of a large model ends early."""
+"""At most this many kinds of leaves get a picture of their blocks, the largest first. Chosen by hand."""
 
 
 @final
@@ -61,7 +47,7 @@ class Part:
 @final
 @attrs.frozen
 class Origin:
-    """What made a page: the command, and the rules as text."""
+    """The origin of a page: the command, and the rules as text."""
 
     command: str = ""
     rules: str = ""
@@ -70,7 +56,7 @@ class Origin:
 @final
 @attrs.frozen
 class Results:
-    """What else a page shows: an audit, an autoplan, a training plan."""
+    """Further results on a page: an audit, an autoplan, a training plan."""
 
     audit: AuditReport | None = None
     planned: AutoPlanReport | None = None
@@ -203,12 +189,11 @@ def _audit_data(report: AuditReport) -> dict[str, Any]:
         "peak_bytes": report.peak_bytes,
         "capacity_bytes": report.hardware.memory_bytes,
         "axes": [_axes_data(name, report) for name, total in report.totals_by_axes().items() if total.wire_bytes],
-        "collectives": [attrs.asdict(group) for group in group_collectives(report.collectives)[:_LISTED_COLLECTIVES]],
+        # The most expensive first: the rest is far below 1 % of the time.
+        "collectives": [attrs.asdict(group) for group in group_collectives(report.collectives)[:300]],
         "modules": [[module.path, module.flops, module.wire_bytes] for module in by_cost(report.modules)],
         "seconds": report.step_time(),
-        "lines": [
-            _line_data(line) for line in report.lines[:_LISTED_LINES] if line.seconds or line.communication_seconds
-        ],
+        "lines": [_line_data(line) for line in report.lines[:100] if line.seconds or line.communication_seconds],
         "timeline": timeline_svg(report.timeline),
         "timeline_kinds": [kind for kind in KINDS if any(event.kind == kind for event in report.timeline.events)],
         "findings": [finding_to_json(finding) for finding in report.findings],
@@ -262,7 +247,8 @@ def _autoplan_data(report: AutoPlanReport) -> dict[str, Any]:
 def _schedule_data(schedule: PipelineSchedule | None) -> dict[str, str] | None:
     if schedule is None:
         return None
-    is_drawn = schedule.stages * schedule.microbatches <= _MOST_DRAWN
+    # Chosen by hand: of more microbatches, boxes are soon narrower than a pixel.
+    is_drawn = schedule.stages * schedule.microbatches <= 1_024
     return {"svg": schedule.picture().to_svg() if is_drawn else "", "label": schedule.summary}
 
 

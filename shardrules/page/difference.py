@@ -13,8 +13,7 @@ from shardrules.page.frame import framed
 from shardrules.programs.autoplan.answer.move import PlanMove
 
 _DRAWN_GROUPS = 60
-"""At most this many changes get drawings, those of the most bytes first. Doubled, the page grows by half a megabyte;
-halved, models with many kinds of layers have some without."""
+"""At most this many changes get drawings, the most bytes first. Chosen by hand."""
 
 
 def diff_page(old: ShardingPlan, new: ShardingPlan, *, title: str, command: str = "") -> str:
@@ -83,7 +82,7 @@ def _cells(group: ChangeGroup, index: int) -> Iterator[str]:
 
 
 def _drawings(old: ShardingPlan, new: ShardingPlan, groups: Sequence[ChangeGroup]) -> str:
-    """Which device holds which block, before and after."""
+    """The blocks of each device, before and after."""
     drawn = groups[:_DRAWN_GROUPS]
     cards = "\n".join(
         f'<article class="card" id="change-{index}" aria-labelledby="name-{index}">'

@@ -1,4 +1,4 @@
-"""What all pages have in common: one file with its style and its scripts, which loads nothing."""
+"""The common frame of all pages: one file with its style and its scripts, which loads nothing."""
 
 import functools
 import html

@@ -62,7 +62,7 @@ def report_page(
 
 
 _WITH_LINES = ("rules", "command", "drawings", "timeline")
-"""What has several lines on the page; a newline in a name would only hide."""
+"""The entries that have several lines on the page; a newline in a name would only hide."""
 
 
 def _shown(data: Any, escape: Callable[[str], str] = printable) -> Any:

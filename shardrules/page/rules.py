@@ -5,10 +5,10 @@ import ast
 from shardrules.core.rule import ShardingPlan, ShardingRule
 
 _MOST_CHARACTERS = 200_000
-"""A thousand patterns take less. Doubled, pages of pinned plans grow by as much; halved, no usual file is cut off."""
+"""More than a thousand patterns take."""
 
 _WIDTH, _INDENT = 100, 4
-"""Characters of a line, as in Python files. Doubled, small windows wrap lines; halved, most rules have many lines."""
+"""Characters of a line, as in Python files, and of a level of indentation."""
 
 
 def rules_text(plan: ShardingPlan, rules: ShardingRule | str | None) -> str:

@@ -18,19 +18,11 @@ KINDS = {"compute": 4, "communication": 1, "copy": 2, "wait": 5, "loop": 7, "res
 """The colour of each kind of event, by its index in the palette."""
 
 _WIDTHS = 1300.0, 12000.0
-"""The least and the greatest width in pixels: a screen, and ten of them to scroll through. With half as many, kernels
-of a large model are thinner than a pixel; with twice as many, browsers take seconds to draw."""
-
-_WIDTH_PER_EVENT = 14.0
-"""Pixels for each event of the fullest row on average."""
+"""The least and the greatest width in pixels: a screen, and ten of them to scroll through."""
 
 _NAMES_WIDTH, _ROW_HEIGHT, _GAP = 90.0, 22.0, 6.0
 _LEAST_WIDTH = 1.0
 """Boxes that are thinner are drawn together: no screen shows them apart."""
-
-_REST_SHARE = 0.04
-"""The width of the rounds that are not shown, as a part of what is shown. Doubled, deep nests of loops are mostly rest;
-halved, their labels do not fit."""
 
 
 def timeline_svg(timeline: Timeline) -> str:
@@ -85,11 +77,12 @@ class _Axis:
         shown = timeline.seconds - sum(end - start for start, end in rests)
         spans, now = list[tuple[float, float]](), 0.0  # seconds, and how many of them their width is
         for start, end in rests:
-            spans += [(start - now, start - now), (end - start, min(end - start, _REST_SHARE * max(shown, 0.0)))]
+            # Rounds that are not shown take up to 4 % of the width, chosen by hand: their labels fit.
+            spans += [(start - now, start - now), (end - start, min(end - start, 0.04 * max(shown, 0.0)))]
             now = end
         spans.append((timeline.seconds - now, timeline.seconds - now))
         fullest = max(sum(event.resource == row for event in timeline.events) for row in timeline.rows)
-        width = min(max(_WIDTHS[0], _WIDTH_PER_EVENT * fullest), _WIDTHS[1])
+        width = min(max(_WIDTHS[0], 14.0 * fullest), _WIDTHS[1])  # 14 pixels for an event on average, chosen by hand
         drawn = sum(each for _, each in spans)
         points, seconds, x = [(0.0, _NAMES_WIDTH)], 0.0, _NAMES_WIDTH
         for length, each in spans:

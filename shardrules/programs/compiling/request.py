@@ -19,14 +19,14 @@ from shardrules.programs.machine.targets import Target
 @final
 @attrs.frozen(eq=False)
 class CompileResult:
-    """What a compiler made of a function, on a mesh of the target's devices."""
+    """A compiled function, on a mesh of the target's devices."""
 
     mesh: Mesh
     arguments: Arguments
     roles: tuple[Role, ...]
     compiled: Compiled
     seconds: float
-    """How long it took, with tracing and lowering."""
+    """The seconds that it took, with tracing and lowering."""
 
 
 class CompileOptions(TypedDict, total=False):

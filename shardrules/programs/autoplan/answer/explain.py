@@ -18,7 +18,7 @@ from shardrules.programs.autoplan.traced.program import TracedProgram
 from shardrules.programs.costs.step_time import seconds_text
 
 _SHOWN_NAMES = 3
-"""How many dims of arguments name a family of dims. Twice as many make lines that are hard to read."""
+"""The dims of arguments that name a family of dims, chosen by hand: a line stays readable."""
 
 _Dim: TypeAlias = tuple[int, int]
 """The index of an array and one of its dims."""

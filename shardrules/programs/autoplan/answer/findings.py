@@ -24,9 +24,6 @@ COSTLY_RATIO = 2.0
 """How many times as long a call takes with a pin that is called costly. Pins have reasons that the planner does not
 know, so that a few per cent are not worth a warning; with 4, tensor parallelism on the wrong axis would pass."""
 
-_LARGE_CONSTANT = 2**20
-"""Bytes from which arrays that are not arguments are worth a warning: tables and masks below it cost nothing."""
-
 _SHOWN_ARRAYS = 5
 """How many arrays an error lists behind a bound: the largest, which usually take most of it."""
 
@@ -107,7 +104,7 @@ def program_findings(call: Call, task: Task, choice: Sequence[int]) -> Iterator[
             remedy="Correct it, or remove it",
         )
     constant_bytes = sum(program.arrays[array].nbytes for array in program.constants)
-    if constant_bytes >= _LARGE_CONSTANT:
+    if constant_bytes >= 2**20:  # chosen by hand: smaller tables and masks cost nothing
         yield Finding(
             "warning",
             "whole-constant",

@@ -48,14 +48,6 @@ from shardrules.programs.costs.step_time import StepTime
 Status: TypeAlias = Literal["optimal", "feasible"]
 """What is known about a plan: that no other that fits is better, or that another may be."""
 
-_OPTIMAL_GAP = 2e-3
-"""By what part of its cost a plan may be above the bound and be called optimal: twice `CLOSE`, at which searches end,
-since bounds are lowered by the preference among equal plans. Doubled, users would see `optimal` on plans that a search
-could better."""
-
-_NANOSECOND = 1e-9
-"""What no plan is called worse for, in seconds: functions that cost next to nothing have gaps of rounding only."""
-
 
 @final
 @attrs.frozen
@@ -127,7 +119,9 @@ class AutoPlan:
         """`"optimal"` if the plan fits and no other is better by 0.2 % and a nanosecond, as modelled; else
         `"feasible"`: another may be, by `gap` at most. Plans for which the compiler has to save memory, and hides less,
         count only where this is one."""
-        is_best = self.cost - self.bound < _OPTIMAL_GAP * self.cost + _NANOSECOND
+        # Searches end at half of this gap, `CLOSE`, and the preference among equal plans lowers bounds. Functions that
+        # cost next to nothing have gaps of rounding errors, below a nanosecond.
+        is_best = self.cost - self.bound < 2e-3 * self.cost + 1e-9
         return "optimal" if is_best and self.fits and self.result.fits else "feasible"
 
     @property

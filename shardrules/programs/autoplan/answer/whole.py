@@ -14,9 +14,6 @@ from shardrules.programs.costs.step_time import seconds_text
 
 _CODE = "unknown-operation"
 
-_LARGE_PART = 0.01
-"""The part of a call from which an operation without a rule is said first; chosen by hand."""
-
 
 @final
 @attrs.frozen
@@ -75,7 +72,7 @@ def whole_findings(problem: Problem, choice: Sequence[int], seconds: float) -> I
     """Yields what is computed whole in a call that takes `seconds`: a warning where it takes much of it."""
     for whole in whole_operations(problem, choice):
         whole_seconds, cost = whole.seconds + whole.move_seconds, ""
-        if whole_seconds > _LARGE_PART * seconds:
+        if whole_seconds > 0.01 * seconds:  # chosen by hand
             sent = f" and sends {bytes_text(int(whole.gathered_bytes))} for it" if whole.gathered_bytes else ""
             cost = f", which takes at least {seconds_text(whole_seconds)} of the {seconds_text(seconds)}{sent}"
         yield Finding(

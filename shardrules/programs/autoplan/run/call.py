@@ -44,7 +44,7 @@ class Call:
     argument_indices: tuple[int, ...]
     """The index of the argument that each array is in."""
     on_host: tuple[bool, ...]
-    """Whether each array is in the memory of the host."""
+    """The arrays that are in the memory of the host."""
     returned: tuple[Any, ...]
     """The leaves that the function returns, with `None` for arrays."""
     treedef: Any
@@ -230,7 +230,7 @@ HOST_MEMORY = "pinned_host"
 
 
 def is_in_host_memory(leaf: Any) -> bool:
-    """Whether an array, or the sharding of a shape, is in the memory of the host."""
+    """An array, or the sharding of a shape, is in the memory of the host."""
     return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == HOST_MEMORY
 
 
@@ -240,7 +240,7 @@ def _host_type(array: jax.ShapeDtypeStruct) -> ShapedArray:
 
 
 _MIXED_MEMORIES = "memory_space of all inputs passed to"
-"""How JAX begins to say that an operation has operands in the memory of the host and in that of devices."""
+"""The beginning of JAX's error about an operation with operands in the memory of the host and in that of devices."""
 
 
 def _memory_error(paths: Sequence[str], on_host: Sequence[bool], name: str) -> PlanError:

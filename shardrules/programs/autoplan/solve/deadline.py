@@ -1,14 +1,9 @@
-"""When a search has to end."""
+"""The end of a search."""
 
 import time
 from typing import Self, final
 
 import attrs
-
-_LEAST_SECONDS = 0.1
-"""What a solver gets once the time is up, in seconds: HiGHS returns nothing at all if it gets none, and small programs
-are solved in that. A search calls a handful of solvers after its deadline, so with ten times as much a time limit
-would be missed by seconds; with a tenth, late searches would return fewer plans."""
 
 
 @final
@@ -26,12 +21,11 @@ class Deadline:
 
     @property
     def seconds_left(self) -> float:
-        """How far away it is; negative once it is over."""
+        """The seconds until it; negative once it is over."""
         return self.moment - time.monotonic()
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is up."""
         return self.seconds_left <= 0
 
     def earlier(self, seconds: float) -> "Deadline":
@@ -44,7 +38,9 @@ class Deadline:
 
     def solver_options(self) -> dict[str, float]:
         """Returns the time limit of one call of HiGHS, as options of SciPy."""
-        return {} if self.moment == float("inf") else {"time_limit": max(_LEAST_SECONDS, self.seconds_left)}
+        # HiGHS returns nothing at all if it gets no time, and small programs are solved in a tenth of a second. A few
+        # solvers are called after a deadline.
+        return {} if self.moment == float("inf") else {"time_limit": max(0.1, self.seconds_left)}
 
 
 NO_DEADLINE = Deadline()

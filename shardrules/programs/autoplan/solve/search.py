@@ -32,42 +32,30 @@ from shardrules.programs.autoplan.traced.order import late_matmul_count, late_or
 from shardrules.programs.autoplan.traced.program import TracedProgram
 
 _ROUNDS = 12
-"""How often an exact search may be repeated with more operations watched: each round adds the peaks of the last choice.
-A search that needs more is given up for what pricing found; with half as many, more of them are."""
+"""The rounds of an exact search with more operations watched: each round adds the peaks of the last choice. A search
+that needs more is given up for the result of pricing."""
 
 _TIE = 1e-9
-"""By what part, and by how many seconds, costs may differ and count as the same: what rounding leaves."""
+"""The part, and the seconds, by which costs may differ and count as the same: rounding errors."""
 
 _PATTERN_SWEEPS, _PATTERN_STEPS = 6, 3
-"""How often messages are passed in each pattern, and in how many steps nodes are fixed where that gives nothing that is
-possible: most settle in that, since they leave few layouts. Twice as many take twice the time, and change little."""
+"""The sweeps of messages in each pattern, and the steps in which nodes are fixed if that gives nothing possible: most
+settle in that, since they leave few layouts."""
 
 _SMALL = 12_000
 """With no more variables left, once layouts are dropped, choices are searched exactly, by linear programs. Each takes
-tens of milliseconds then. Twice as large, such searches take seconds and prove little more."""
-
-_EMPTY_WORK = 600_000
-"""How many variables the linear programs have together that look for the least memory, where nothing fits: a maximum is
-slower to minimise than a sum. Doubled, plans that do not fit are hardly smaller."""
+tens of milliseconds then."""
 
 _PART_SIZE, _PART_WORK = 5_000, 40_000
-"""About how many variables a part of a program has that is searched around an answer, and how many its linear programs
-have together. Doubled, each takes twice the time or more, and finds little more."""
+"""About the number of variables of a part of a program that is searched around an answer, and of its linear programs
+together. Chosen by hand."""
 
 _PART_COUNT, _MISSES = 40, 5
-"""How many parts are searched, and how many in a row that find nothing better. With twice as many misses, searches that
-are stuck take seconds longer."""
+"""The parts that are searched, and the number in a row that may find nothing better. Chosen by hand."""
 
 _MERGED_SIZE, _MERGED_WORK, _MERGES = 6_000, 40_000, 8
-"""About how many variables choices have that are merged, how many the linear programs have together that merge them,
-and how often what comes out is merged with others. Doubled, they take seconds more, and gain next to nothing."""
-
-_TAKEN = 1e-6
-"""From what part on a layout counts as taken in a mixture: less is what HiGHS's tolerance leaves."""
-
-_TOO_LARGE = 3
-"""With what power of its size over the limit a choice counts as more expensive when those to merge are selected. With
-much more, only choices that fit are merged; with much less, those are left out that are the only ones to fit."""
+"""About the number of variables of choices that are merged, the number of variables of the linear programs that merge
+them together, and the merges of merged choices. Chosen by hand."""
 
 _ALL = np.inf
 """Layouts are not dropped."""
@@ -77,25 +65,17 @@ _PARTS = (0.5, 0.25, 0.1, 0.03, 0.01, 0.001, 1e-5)
 leaves few enough variables counts. With all of the gap, the search is a proof."""
 
 _PUT_OFF_BUSY, _BUSY, _MANY = 0.55, 1 / 8, 2
-"""Where collectives between matmuls take more than `_BUSY` of the time of computing, or there are more than `_MANY` for
-each matmul that nothing waits for, they use up some of those: compilers then take that part of the memory that it would
+"""If collectives between matmuls take more than `_BUSY` of the time of computing, or there are more than `_MANY` for
+each matmul that nothing waits for, they use up some of these: compilers then take that part of the memory that it would
 take to put off all of them, and less the more collectives there are (with the ratio itself, not its square, peaks of
 nets with BatchNorm are a tenth too high). XLA for GPUs takes a sixth to three quarters in the models of the benchmark;
 with less, some predictions are too low."""
 
 _PUT_OFF_AGAIN, _FEW = 0.2, 0.1
-"""What part of that memory is taken at least where parameters are gathered again for the backward pass, and there are
-at most `_FEW` collectives between matmuls for each matmul that could be put off: compilers hide the gathers of a layer
+"""The least part of that memory that is taken if parameters are gathered again for the backward pass, and there are at
+most `_FEW` collectives between matmuls for each matmul that could be put off: compilers hide the gathers of a layer
 behind the gradients of its own weights, and put off few. Of six fully sharded steps compiled for H100s, two take none
 of it, the others a tenth to a third."""
-
-_PROMISING_WORK = 120_000
-"""How many variables the linear programs have together that search the most promising layouts, which proves nothing.
-Doubled, they take seconds more, and rarely find anything."""
-
-_PREFERENCE = 1e-6
-"""What a layout costs more than the one before it, in microseconds: nothing beside any real cost, and enough to decide
-between choices that cost the same."""
 
 
 @final
@@ -106,9 +86,9 @@ class Task:
     problem: Problem
     occupancy: Occupancy
     written: "_Written"
-    """What holds for any layouts and any compiler, so that it is computed once for all tasks of a program."""
+    """Facts for any layouts and any compiler, computed once for all tasks of a program."""
     _compiled_peaks: dict[tuple[int, ...], float] = attrs.field(factory=dict, init=False)
-    """What is known already, by choice."""
+    """The known peaks, by choice."""
 
     @functools.cached_property
     def formulation(self) -> Formulation:
@@ -142,12 +122,13 @@ class Task:
         elif late_count and count <= _FEW * late_count:
             again = sum(move.count for move in moves if move.is_gathered_again and move.sent.any())
             left = max(_PUT_OFF_AGAIN, 1 - again / late_count)
+        # Two orders bound the peak: `occupancy` puts everything off, `as_written` nothing.
         least = self.as_written.peak(choice) if left < 1 else peak
         return least + left * (peak - least) if least < peak else peak
 
     @functools.cached_property
     def as_written(self) -> Occupancy:
-        """What is in memory if nothing is put off."""
+        """The contents of memory if nothing is put off."""
         occupancy = self.written.occupancy
         return attrs.evolve(self.occupancy, stays=occupancy.stays, copies=occupancy.copies)
 
@@ -231,7 +212,8 @@ class Task:
             trials.add(solve(self.formulation, (), deadline).choice or ())
         if trials.best is None and not deadline.is_over and variable_count(self.problem) <= _SMALL:
             everything = [np.arange(len(node.layouts)) for node in self.problem.nodes]
-            self._empty(trials, everything, deadline, moments, Work(_EMPTY_WORK), shrinks=shrinks)
+            # More work than for the least cost, chosen by hand: a maximum is slower to minimise than a sum.
+            self._empty(trials, everything, deadline, moments, Work(600_000), shrinks=shrinks)
         elif not is_close and (
             shrinks or not budget.is_hopeless
         ):  # where nothing can fit, what is left is to take less
@@ -269,7 +251,7 @@ class Task:
             task = self.only(keep)
             if variable_count(task.problem) > _SMALL:
                 continue
-            work = Work() if part >= 1.0 else Work(_PROMISING_WORK)
+            work = Work() if part >= 1.0 else Work(120_000)  # the most promising layouts alone prove nothing
             bound = task._exactly(trials, keep, deadline, moments, work)
             if part < 1.0 or trials.best is None:  # what was dropped may be better
                 return budget
@@ -294,7 +276,7 @@ class Task:
             parts = fractions(task.formulation, constraints, deadline)
             if parts is not None:
                 keep = [
-                    np.union1d(layouts[part > _TAKEN], [index])
+                    np.union1d(layouts[part > 1e-6], [index])
                     for layouts, part, index in zip(keep, parts, answer.choice, strict=True)
                 ]
                 task = self.only(keep)
@@ -308,7 +290,8 @@ class Task:
         """Returns for each node its layouts in the best choices: in as many of these as are searched at once."""
 
         def rank(trial: Trial) -> float:
-            return trial.cost * max(1.0, trial.peak_bytes / max(1.0, trials.limit_bytes)) ** _TOO_LARGE
+            # The power is chosen by hand: not only choices that fit are merged, and those that nearly fit are.
+            return trial.cost * max(1.0, trial.peak_bytes / max(1.0, trials.limit_bytes)) ** 3
 
         union = [set[int]() for _ in self.problem.nodes]
         for trial in sorted(trials.trials, key=lambda trial: (trial is not trials.answer, rank(trial), trial.choice)):
@@ -382,6 +365,7 @@ class Task:
                 other = edge.end if edge.start == node else edge.start
                 full = len(edge.from_layouts) * len(edge.to_layouts)
                 size += full if other in opened else len(edge.from_layouts if edge.start == node else edge.to_layouts)
+            # The first node is opened in any case; a large one is left out, and smaller ones behind others still fit.
             if opened and size > left:
                 continue
             left -= size
@@ -511,19 +495,19 @@ class _Written:
 
     @functools.cached_property
     def occupancy(self) -> Occupancy:
-        """What is in memory in that order."""
+        """The contents of memory in that order."""
         return Occupancy.of(self.problem, program_order(self.problem.program))
 
     @functools.cached_property
     def late_matmul_count(self) -> int:
-        """How many matmuls nothing waits for."""
+        """The number of matmuls that nothing waits for."""
         return late_matmul_count(self.problem.program)
 
 
 @final
 @attrs.frozen(eq=False)
 class SearchResult:
-    """What a search found."""
+    """The result of a search."""
 
     solution: Solution | None
     """The cheapest choice that fits by the model; where none was found, the one with the least peak. `None` only where
@@ -531,20 +515,20 @@ class SearchResult:
     peak_bytes: float
     """The peak of `choice`."""
     bound: float
-    """What every choice that fits costs at least."""
+    """The least cost of every choice that fits."""
     fits: bool
-    """Whether `choice` fits. Its peak may be above the limit where compilers put off less than they might."""
+    """`choice` fits. Its peak may be above the limit where compilers put off less than they might."""
     candidates: tuple[Trial, ...]
     """The distinct choices that are worth compiling, the cheapest first: on the front of time and memory."""
     patterns: tuple[Trial, ...] = ()
     """The best choice of each pattern that experts would write: by compilers, some may take less than is modelled."""
     seconds: float = 0.0
     is_late: bool = False
-    """Whether the time was up before the search was done."""
+    """The time was up before the search was done."""
     is_tight: bool = False
-    """Whether it fits where the compiler has to keep the limit, as `Task.tight` says what is in memory then."""
+    """It fits if the compiler has to keep the limit: memory is as in `Task.tight` then."""
     free_bound: float = 0.0
-    """What every choice costs at least, whatever memory it takes."""
+    """The least cost of every choice, with any peak."""
 
     @property
     def met(self) -> tuple[Trial, ...]:
@@ -554,7 +538,7 @@ class SearchResult:
 
     @property
     def price(self) -> float:
-        """What one more byte of memory would save, in seconds."""
+        """The seconds that one more byte of memory would save."""
         return 0.0 if self.solution is None else sum(self.solution.prices, start=0.0)
 
     @property
@@ -597,4 +581,5 @@ def _result(trials: Trials, budget: Budget, is_late: bool, seconds: float) -> Se
 def layout_preference(problem: Problem) -> list[np.ndarray]:
     """Returns what decides between choices that cost the same, in microseconds: the one that splits least, and in the
     order of the mesh."""
-    return [_PREFERENCE * np.arange(len(node.layouts)) for node in problem.nodes]
+    # In microseconds: nothing beside any real cost, and enough to decide between choices that cost the same.
+    return [1e-6 * np.arange(len(node.layouts)) for node in problem.nodes]

@@ -10,7 +10,7 @@ from shardrules.programs.autoplan.solve.memory import Occupancy
 from shardrules.programs.autoplan.solve.solver import LIMIT_TOLERANCE
 
 BETTER = 1e-6
-"""By what part another choice has to be cheaper, or smaller, to replace the first: less is noise, and plans would
+"""The part by which another choice has to be cheaper, or smaller, to replace the first: less is noise, and plans would
 differ between machines."""
 
 
@@ -22,7 +22,7 @@ class Trial:
     choice: tuple[int, ...]
     """For each node the index of its layout."""
     cost: float
-    """What the model says that a call takes, in seconds."""
+    """The modelled seconds of a call."""
     peak_bytes: float
     """The most memory that it takes by the model."""
     origin: str = "search"
@@ -76,7 +76,7 @@ class Trials:
         return tuple(self._trials.values())
 
     def fits(self, trial: Trial) -> bool:
-        """Whether the peak of a choice is within the limit."""
+        """The peak of a choice is within the limit."""
         return trial.peak_bytes <= self.limit_bytes * (1 + LIMIT_TOLERANCE)
 
     @property

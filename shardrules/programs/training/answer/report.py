@@ -23,14 +23,12 @@ from shardrules.programs.training.stages.run import tick_count
 _SHOWN_CANDIDATES = 24
 """How many candidates are printed: one for each mesh, and the best recipes. `candidates` has all."""
 
-_HARDLY = 0.005
-"""The part of a time that is not worth a word: with three digits, both often print the same."""
-
 _LONGEST_REASON = 100
-"""How many characters of why a candidate was refused are printed. Doubled, tables wrap; `candidates` has it all."""
+"""The characters that are printed of the reason why a candidate was refused, chosen by hand; `candidates` has it all.
+"""
 
 _LISTED_ARRAYS = 4
-"""How many arrays of the batch a line lists. Doubled, lines of batches with many arrays wrap."""
+"""The arrays of the batch that a line lists, chosen by hand."""
 
 
 @final
@@ -210,7 +208,7 @@ class TrainingPlanReport:
 
     @property
     def _overlaps(self) -> bool:
-        return self.time.seconds < (1 - _HARDLY) * self.cost
+        return self.time.seconds < 0.995 * self.cost  # with three digits, closer times often print the same
 
     def _speed_text(self) -> str:
         tokens = f", {self.tokens / self.cost:,.0f} tokens/s" if self.tokens and self.cost else ""

@@ -34,26 +34,26 @@ _TEXTS = (("region", "rule"),)
 @final
 @attrs.frozen
 class Counts:
-    """How many examples: of the whole batch, of a part, and of the trace that stands for the part."""
+    """The numbers of examples: of the whole batch, of a part, and of the trace that stands for the part."""
 
     whole: int
     part: int
     trace: int
     part_runs: int = 1
-    """How many runs of examples, one after another in the batch, a part has."""
+    """The runs of examples, one after another in the batch, that a part has."""
 
     @property
     def parts(self) -> int:
-        """How many parts the batch has."""
+        """The number of parts of the batch."""
         return self.whole // self.part
 
     @property
     def runs(self) -> int:
-        """How many runs of examples the batch has: what is computed from several examples has to divide into them."""
+        """The number of runs of examples of the batch: an array of several examples has to divide into them."""
         return self.parts * self.part_runs
 
     def is_scaled(self, whole: int, trace: int) -> bool:
-        """Whether a size of the whole program grows with the number of examples, to that of the trace."""
+        """A size of the whole program grows with the number of examples, to the trace's."""
         return whole != trace and whole * self.trace == trace * self.whole
 
     def part_size(self, whole: int, trace: int) -> int:
@@ -102,7 +102,7 @@ class Pair:
 
 
 def equal_literals(whole: Sequence[Any], trace: Sequence[Any]) -> bool:
-    """Whether the constants among the operands of two equations are equal."""
+    """The constants among the operands of two equations are equal."""
     return all(
         not isinstance(var, Literal) or np.array_equal(np.asarray(var.val), np.asarray(other.val), equal_nan=True)
         for var, other in zip(whole, trace, strict=True)
@@ -142,7 +142,7 @@ def _kernel_params(equation: Any, other: Any, counts: Counts) -> dict[str, Any]:
 
 
 def _difference(equation: Any, other: Any, partner: dict[Any, Any]) -> str:
-    """What two equations differ in, other than parameters; empty where they read the same and do the same."""
+    """The difference of two equations, other than in parameters; empty if they read the same and do the same."""
     name = equation.primitive.name
     if name != other.primitive.name or len(equation.invars) != len(other.invars):
         return f"the first has {_text(equation)} where the second has {_text(other)}"
@@ -156,7 +156,7 @@ def _difference(equation: Any, other: Any, partner: dict[Any, Any]) -> str:
 
 
 def _other_params(equation: Any, other: Any, counts: Counts) -> str:
-    """Which parameters of two equations differ in more than sizes."""
+    """The parameters in which two equations differ by more than sizes."""
     if equation.primitive.name == "pallas_call":
         return _other_kernel(equation, other, counts)
     if equation.primitive.name == "region" and not _is_same_region(equation, other):
@@ -200,7 +200,7 @@ _SIZES_OF_KERNELS = ("grid_mapping", "out_avals", "cost_estimate")
 
 
 def _other_kernel(equation: Any, other: Any, counts: Counts) -> str:
-    """What two Pallas kernels differ in; empty where they do the same with each block, at more or fewer positions."""
+    """The difference of two Pallas kernels; empty if they do the same with each block, at more or fewer positions."""
     params, others = equation.params, other.params
     op = op_signature(equation, [True] * len(equation.outvars))
     if op is not None and is_made_again(op, [var.aval.shape for var in other.invars], others):
@@ -216,8 +216,10 @@ def _other_kernel(equation: Any, other: Any, counts: Counts) -> str:
         blocks = zip(mapping.block_mappings, partner.block_mappings, strict=True)
         blocks_of_same_size = tuple(block.replace(array_aval=twin.array_aval) for block, twin in blocks)
         of_same_size = mapping.replace(grid=partner.grid, block_mappings=blocks_of_same_size)
+    # With the sizes of the second, the first has to read and write the same blocks at each position.
     if not equal_values(of_same_size, partner):
         names.append("map of blocks")
+    # A grid may only be longer along axes whose positions are computed one by one, as examples are.
     if mapping.grid != partner.grid:
         loops = None if op is None else kernel_loops(op)
         axes = {} if loops is None else loops.sizes

@@ -1,4 +1,4 @@
-"""What of the arrays that the backward pass keeps is on each device."""
+"""The part on each device of the arrays that the backward pass keeps."""
 
 from shardrules.core.axes import mesh_sizes
 from shardrules.core.spec import shard_bytes

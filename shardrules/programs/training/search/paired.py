@@ -1,4 +1,4 @@
-"""What loops over microbatches take where the compiler writes two of their rounds out as one.
+"""The memory of loops over microbatches if the compiler writes two of their rounds out as one.
 
 XLA for GPUs does so if it is told to buffer loops twice. Gradients, which go round the loop, are then in memory several
 times, in the layouts that they have once they are reduced. Loops over layers take hardly more.
@@ -16,13 +16,12 @@ from shardrules.programs.training.step import Recipe
 _FLAG = "xla_gpu_enable_while_loop_double_buffering"
 
 _MORE = 4
-"""How often gradients are in memory besides, at most. Compiled for H100s, scanned layers took 1 to 3 times their bytes
-more with the flag than without, and a Llama 3 8B 2 to 4 times more than modelled. Halved, plans of the latter are up to
-12 % larger than modelled; doubled, few plans with microbatches are left near the limit of memory."""
+"""The most times that gradients are in memory besides. Compiled for H100s, scanned layers took 1 to 3 times their bytes
+more with the flag than without, and a Llama 3 8B 2 to 4 times more than modelled."""
 
 
 def pairs_rounds(cluster: Cluster, recipe: Recipe) -> bool:
-    """Whether the compiler runs two rounds of a loop over microbatches as one."""
+    """The compiler runs two rounds of a loop over microbatches as one."""
     flags = {} if cluster.target is None else dict(cluster.target.flags)
     return recipe.microbatches > 1 and flags.get(_FLAG, "false").lower() in ("true", "1")
 

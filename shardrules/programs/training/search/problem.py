@@ -1,4 +1,4 @@
-"""What a training plan is searched for, and what planning it on a mesh with a recipe gives."""
+"""The problem of a training plan, and the outcome of planning it on a mesh with a recipe."""
 
 import functools
 import math
@@ -37,12 +37,8 @@ from shardrules.programs.training.stages.layouts import stage_layouts
 from shardrules.programs.training.step import Recipe, TrainingStep
 
 REFUSALS = (DoesNotFitError, MeshError, MicrobatchError, PlanError, UnknownAxisError)
-"""What keeps a mesh and a recipe from being planned for, where others may be: a torus, pins and constraints on axes
-that a mesh lacks, microbatches that would tear examples apart."""
-
-
-_KEPT_QUERIES = 3
-"""How many queries are kept, chosen by hand: each holds a traced step, of many megabytes for hundreds of layers."""
+"""Errors for a mesh and a recipe after which others may be planned: a torus, pins and constraints on axes that a mesh
+lacks, microbatches that would tear examples apart."""
 
 
 @final
@@ -59,7 +55,8 @@ class TrainingProblem:
     host_memory: int | str | None = None
     """The most memory of its host that a device may use; by default as much as it has itself."""
     _keep_choices: dict[tuple[int, bool, bool], tuple[Keep, ...]] = attrs.field(factory=dict, init=False, repr=False)
-    """What microbatches may keep, for their number, whether hosts have memory, and whether layers are in stages."""
+    """The choices that microbatches may keep, for their number, for hosts with or without memory, and for layers in
+    stages or not."""
     _queries: dict[tuple[Shape, Recipe], Query] = attrs.field(factory=dict, init=False, repr=False)
 
     def check_possible(self) -> None:
@@ -114,8 +111,9 @@ class TrainingProblem:
         return query
 
     def forget(self, best: "Outcome | None") -> None:
-        """Forgets queries, but for the last few and that of the best plan, for which it is read once."""
-        for key in [*self._queries][:-_KEPT_QUERIES]:
+        """Forgets queries, but for the last few and the best plan's, for which it is read once."""
+        # Chosen by hand: each query holds a traced step, of many megabytes for hundreds of layers.
+        for key in [*self._queries][:-3]:
             if best is None or key != (best.shape, best.recipe):
                 del self._queries[key]
 
@@ -165,7 +163,7 @@ class TrainingProblem:
 
     @functools.cached_property
     def split_refusal(self) -> str:
-        """Why the loss cannot be computed by microbatches; empty where it can."""
+        """The reason why the loss cannot be computed by microbatches; empty if it can."""
         try:
             _ = self._split
         except MicrobatchError as error:
@@ -222,12 +220,12 @@ class TrainingProblem:
 
     @functools.cached_property
     def layer_count(self) -> int:
-        """How many layers the loop over layers has; raises `MicrobatchError` where there is none."""
+        """The number of layers of the loop over layers; raises `MicrobatchError` without one."""
         return LayerLoop.of(self._split.staged_forward, self._split.is_batched).layer_count
 
     @functools.cached_property
     def _has_equal_layers(self) -> bool:
-        """Whether layers become a loop where they are in stages."""
+        """Layers become a loop if they are in stages."""
         return self._split.staged_forward is not self._split.forward
 
     @functools.cached_property
@@ -257,7 +255,7 @@ class TrainingProblem:
 @final
 @attrs.frozen(eq=False)
 class Outcome:
-    """What planning on a mesh with a recipe gave."""
+    """The outcome of planning on a mesh with a recipe."""
 
     shape: Shape
     mesh: str
@@ -270,16 +268,16 @@ class Outcome:
     peak_bytes: int
     fits: bool
     refusal: str = ""
-    """Why nothing was searched."""
+    """The reason why nothing was searched."""
     batch_splits: int = 1
     """Over how many devices the batch is split."""
     planning_seconds: float = 0.0
     read_seconds: float = 0.0
-    """How long it took to trace the step and to read its layouts."""
+    """The seconds of tracing the step and reading its layouts."""
     argument_bytes: int = 0
-    """What model, state and batch take of a device."""
+    """The bytes of model, state and batch on a device."""
     host_bytes: int = 0
-    """What a device has in the memory of its host."""
+    """The bytes that a device has in the memory of its host."""
     paired_bytes: int = 0
     """The part of `peak_bytes` that the layouts say nothing of: what rounds of loops take that run in pairs."""
     compute_seconds: float = 0.0

@@ -23,49 +23,12 @@ from shardrules.programs.training.cluster import Shape
 from shardrules.programs.training.search.problem import Outcome, TrainingProblem, plan_once
 from shardrules.programs.training.step import Recipe
 
-_MOST_MESHES = 16
-"""How many meshes are planned without a limit: about five to begin with, and their neighbours. Halved, meshes of three
-axes are hardly reached; doubled, searches that change nothing take as long as all others."""
-
-_MOST_PLANS = 90
-"""How many times a step is planned: 2 to 4 seconds each for scanned layers on one core. Doubled, plans near the least
-memory are a little better, and searches on slow machines end by their time limit."""
-
-_LESS = 0.98
-"""By what factor twice as many microbatches have to lower the least peak for more to be tried. With 1, searches in
-which nothing fits go on to single examples, for hardly a per cent."""
-
 _TIE = 1e-3
-"""By what part a plan has to be faster than a simpler one to be better: models of costs tell no less apart."""
+"""The part by which a plan has to be faster than a simpler one to be better: models of costs tell no less apart."""
 
-
-_HOST_MESHES = 3
-"""On how many meshes steps are planned with the optimizer's state on hosts. Doubled, searches in which hardly anything
-fits take up to 20 plans longer."""
-
-_MOST_HOST_PLANS = 30
-"""How many plans are made with the optimizer's state on hosts, beside the others. Halved, larger models than fit are
-not searched to the end."""
-
-_HOST_PARTS = 3
-"""How often the part of the state on hosts is halved or raised again, to eighths. Each more is one plan, for a part
-that takes half as long as the one before."""
-
-_ANSWERING = 0.7
-"""How long it takes to answer, as a part of the time that tracing a step and reading its layouts takes, chosen by hand:
-for GPTs in lists of 10 and 32 blocks, 1.1 s of a core beside 1.6 s, and 1.5 s beside 5 s."""
-
-_MOST_EARLY = 16
-"""With how many microbatches at most the first plan is looked for that fits, chosen by hand: with more, recomputing is
-likely to take less time."""
-
-_SURE = 0.8
-"""Which part of the time that recomputing is estimated to take counts where a recipe is left for it, chosen by hand: of
-a GPT on 16 H100s, what takes 9.4 ms was estimated at 10.4."""
 
 _SAME = 1e-6
-"""By what part times and peaks of the same plan differ: sums in another order. With 1e-2, plans that compile to 5 %
-more memory count as the same."""
+"""The part by which times and peaks of the same plan differ: sums in another order."""
 
 
 @final
@@ -75,13 +38,13 @@ class TrainingSearch:
 
     problem: TrainingProblem
     microbatches: int | None
-    """How many microbatches to plan for, if the user says so."""
+    """The number of microbatches to plan for, if the user says so."""
     stages: int | None
-    """How many stages to plan for, if the user says so."""
+    """The number of stages to plan for, if the user says so."""
     deadline: Deadline
     progress: Callable[[str], None]
     limit_bytes: float = attrs.field(default=attrs.Factory(lambda search: search.problem.limit_bytes, takes_self=True))
-    """What plans may take by the model."""
+    """The bytes that plans may take by the model."""
     free: dict[Shape, Outcome] = attrs.field(factory=dict)
     """For each mesh the fastest recipe, without a limit of memory."""
     columns: dict[tuple[Shape, Recipe], Outcome] = attrs.field(factory=dict)
@@ -89,22 +52,22 @@ class TrainingSearch:
     outcomes: dict[tuple[Shape, Recipe], Outcome] = attrs.field(factory=dict)
     """Within the limit."""
     beaten: dict[tuple[Shape, Recipe], str] = attrs.field(factory=dict)
-    """Why recipes were not planned within the limit."""
+    """The reasons why recipes were not planned within the limit."""
     count: int = 0
-    """How many plans were made."""
+    """The number of plans that were made."""
     longest_seconds: float = 0.0
     answer_seconds: float = 0.0
-    """How long it takes to answer, once the search is over."""
+    """The seconds of answering, once the search is over."""
     is_cut: bool = False
-    """Whether the time was up in the middle of a plan."""
-    most_count: int = _MOST_PLANS
-    """How many plans may be made."""
+    """The time was up in the middle of a plan."""
+    most_count: int = 90
+    """The plans that may be made, chosen by hand: 2 to 4 seconds each for scanned layers on one core."""
     host_part: float = 0.0
-    """Which part of the optimizer's state is on hosts, in recipes that are made."""
+    """The part of the optimizer's state that is on hosts, in recipes that are made."""
     is_late: bool = False
-    """Whether the time was up before the search was done."""
+    """The time was up before the search was done."""
     why_no_stages: str = ""
-    """Why layers are not in stages; empty where they are."""
+    """The reason why layers are not in stages; empty if they are."""
 
     def run(self) -> None:
         """Searches for plans in which all devices compute all layers."""
@@ -117,7 +80,8 @@ class TrainingSearch:
         while self.center is not None and not self.is_over:
             center = self.center
             near = [shape for shape in self.problem.cluster.neighbours(center) if shape not in self.free]
-            near = near[: max(0, _MOST_MESHES - len(self.free))]
+            # Up to 16 meshes, chosen by hand: about five to begin with, and their neighbours.
+            near = near[: max(0, 16 - len(self.free))]
             for shape in near:
                 self.plan_free(shape, self.first_recipe)
             self.fit_all(near)
@@ -136,7 +100,7 @@ class TrainingSearch:
             return
         activation_bytes = (free.peak_bytes - free.argument_bytes) * free.recipe.microbatches
         for microbatches in self.counts(free.batch_splits):
-            if microbatches > _MOST_EARLY:
+            if microbatches > 16:  # chosen by hand: with more, recomputing is likely to take less time
                 break
             least_bytes = self.problem.rest_bytes + activation_bytes / microbatches
             is_likely = free.recipe.microbatches < microbatches and least_bytes <= self.limit_bytes
@@ -198,7 +162,7 @@ class TrainingSearch:
         return min(planned, key=lambda outcome: outcome.peak_bytes, default=None)
 
     def shrink(self) -> None:
-        """Where nothing fits, plans once more what takes the least memory: for as little as it can take.
+        """If nothing fits, plans the recipe of the least memory once more: for as little as it can take.
 
         That a recipe does not fit may be certain before anything is planned: of such recipes, the one that needs least.
         """
@@ -220,13 +184,13 @@ class TrainingSearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether another plan would take longer than there is time for, or more plans were made than are worth it."""
+        """Another plan would take longer than there is time for, or more plans were made than are worth it."""
         self.is_late |= not self.has_time
         return self.is_late or self.count >= self.most_count
 
     @property
     def has_time(self) -> bool:
-        """Whether there is time for another plan, and for the answer."""
+        """There is time for another plan, and for the answer."""
         return self.deadline.seconds_left > self.longest_seconds + self.answer_seconds
 
     def first_keep(self, microbatches: int) -> int:
@@ -257,7 +221,9 @@ class TrainingSearch:
         outcome = plan_once(self.problem, shape, recipe, self.limit_bytes, is_free, deadline, shrinks=shrinks)
         self.is_cut |= outcome.result is not None and outcome.result.is_late
         self.longest_seconds = max(self.longest_seconds, outcome.planning_seconds)
-        self.answer_seconds = max(self.answer_seconds, _ANSWERING * outcome.read_seconds)
+        # Answering takes this part of tracing a step and reading its layouts, chosen by hand: for GPTs in lists of 10
+        # and 32 blocks, 1.1 s of a core beside 1.6 s, and 1.5 s beside 5 s.
+        self.answer_seconds = max(self.answer_seconds, 0.7 * outcome.read_seconds)
         self.count += 1
         best = self.best
         self.problem.forget(best)
@@ -291,7 +257,8 @@ class TrainingSearch:
             # More microbatches only cost time where they let the backward pass keep more.
             is_worse = self.seconds_of(shape, microbatches // 2) < self.seconds_of(shape, microbatches)
             before, least_bytes = least_bytes, self.least_bytes(shape, microbatches)
-            if keeps_all or self.is_over or is_worse or least_bytes > before * _LESS:
+            # Steps in which nothing fits would go on to single examples, for hardly a per cent.
+            if keeps_all or self.is_over or is_worse or least_bytes > 0.98 * before:
                 return
 
     def least_bytes(self, shape: Shape, microbatches: int) -> float:
@@ -372,7 +339,8 @@ class TrainingSearch:
         return [
             index
             for index in range(first, len(keeps))
-            if free.seconds + _SURE * (keeps[index].seconds - keeps[first].seconds) * parts / count < most
+            # The estimate of recomputing is a little high: of a GPT on 16 H100s, 9.4 ms were estimated at 10.4.
+            if free.seconds + 0.8 * (keeps[index].seconds - keeps[first].seconds) * parts / count < most
         ]
 
     def polish(self) -> None:
@@ -401,10 +369,10 @@ class TrainingSearch:
             shape
             for shape in sorted(bounds, key=lambda shape: (bounds[shape], len(shape)))
             if best is None or bounds[shape] < best.seconds * (1 - _TIE)
-        ][:_HOST_MESHES]
+        ][:3]  # chosen by hand
         if not shapes or not self.problem.host_state(1.0):
             return
-        self.most_count, self.host_part = self.count + _MOST_HOST_PLANS, 1.0
+        self.most_count, self.host_part = self.count + 30, 1.0  # chosen by hand
         if not self.is_over:
             self.free = {}
             for shape in shapes:
@@ -422,7 +390,7 @@ class TrainingSearch:
     def keep_on_devices(self) -> None:
         """Plans for less of the state on hosts, as long as that fits: each byte of it takes time in every step."""
         low, high = 0.0, 1.0
-        for _ in range(_HOST_PARTS):
+        for _ in range(3):  # to eighths
             best = self.best
             if best is None or not best.recipe.host_state or self.is_over:
                 return
@@ -433,7 +401,6 @@ class TrainingSearch:
             low, high = (low, middle) if self.outcomes[best.shape, recipe].fits else (middle, high)
 
     def fits(self, shape: Shape, microbatches: int, groups: int, keep_index: int) -> bool:
-        """Whether a recipe fits on a mesh."""
         recipe = self.recipe(microbatches, groups, keep_index)
         if (shape, recipe) not in self.outcomes:
             if self.is_over:
@@ -442,7 +409,7 @@ class TrainingSearch:
         return self.outcomes[shape, recipe].fits
 
     def loses(self, shape: Shape, recipe: Recipe, bound: float) -> bool:
-        """Whether a mesh that takes so long at least cannot be better than the best plan."""
+        """A mesh that takes so long at least cannot be better than the best plan."""
         best = self.best
         if best is None:
             return False
@@ -471,7 +438,7 @@ def first_fitting(keep_indices: Sequence[int], fits: Callable[[int], bool]) -> i
 
 
 def _is_same(first: Outcome, second: Outcome) -> bool:
-    """Whether two meshes have the same layouts under other names, as far as costs tell."""
+    """Two meshes have the same layouts under other names, as far as costs tell."""
     pairs = (first.seconds, second.seconds), (first.peak_bytes, second.peak_bytes)
     return first.recipe == second.recipe and all(math.isclose(*pair, rel_tol=_SAME) for pair in pairs)
 

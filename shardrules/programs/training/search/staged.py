@@ -24,24 +24,16 @@ _INNER_SIZES = (1, 2, 4, 8)
 """The sizes of an innermost axis inside of stages. With 16, stages would send over slow networks for each layer."""
 
 _MOST_PADDING = 0.125
-"""How many places without a layer stages may have, as a part of the layers: each takes as long as a layer."""
+"""The most places of stages without a layer, as a part of the layers: each takes as long as a layer."""
 
 _MOST_MICROBATCHES = (32, 8)
-"""How many microbatches there are for each stage at most: with 32 stages wait for 3 % of the time, with 8 for 11 %.
-With more, smaller and smaller microbatches would save less and less."""
+"""The most microbatches for each stage: with 32 stages wait for 3 % of the time, with 8 for 11 %."""
 
 _CHUNKS = (2, 4)
 """Into how many chunks the layers of stages are cut. With more, microbatches are sent more often for bubbles that are
 shorter than a per cent."""
 
-_PLANS = 10
-"""One plan with stages for so many without, and as many again with chunks: with an axis more, they take up to five
-times as long. With one for eight, searches take up to 1.52 times as long as without stages."""
-
 _NO_TIME = "time_limit left no time for them"
-
-_MOST_ASKED = 24
-"""After how many plans no other set-up is begun where the user asks for stages: four meshes, six plans each."""
 
 
 def search_plans(search: TrainingSearch) -> None:
@@ -69,7 +61,7 @@ class Staging:
     """The stages first."""
     microbatches: int
     places: int
-    """How many layers stages have room for."""
+    """The number of layers that stages have room for."""
     chunks: int = 1
 
     @property
@@ -78,11 +70,11 @@ class Staging:
 
     @property
     def rounds(self) -> int:
-        """How many chunks of microbatches a stage has time for."""
+        """The number of chunks of microbatches that a stage has time for."""
         return tick_count(self.stages, self.microbatches, self.chunks)
 
     def least_seconds(self, compute_seconds: float, layers: int) -> float:
-        """What it takes at least, if computing takes so long where no device waits."""
+        """The least seconds, if computing takes so long without a device that waits."""
         return compute_seconds * self.rounds / (self.chunks * self.microbatches) * self.places / layers
 
     def __str__(self) -> str:
@@ -99,7 +91,7 @@ class StageSearch:
     plans: dict[Staging, Outcome] = attrs.field(factory=dict)
     """The fastest plan of each set-up, without a limit of memory."""
     why_none: str = ""
-    """Why the first set-up was refused for which there is no plan."""
+    """The reason why the first set-up was refused for which there is no plan."""
 
     def run(self) -> None:
         """Plans, and notes why the best plan has no stages."""
@@ -123,7 +115,9 @@ class StageSearch:
         stagings = self.ordered()
         if not stagings:
             return self.obstacle()
-        more = _MOST_ASKED if search.stages else max(1, search.count // _PLANS)
+        # Four meshes of six plans each if the user asks for stages. Otherwise one for ten without stages, and as many
+        # with chunks, chosen by hand: with an axis more, plans take up to five times as long.
+        more = 24 if search.stages else max(1, search.count // 10)
         most_count = search.count + more
         least = self.least_seconds(stagings[0])
         for staging in stagings:
@@ -156,7 +150,7 @@ class StageSearch:
         return [staging for turn in turns for staging in turn if staging is not None]
 
     def refusal(self) -> str:
-        """Why layers cannot be in stages; empty where they can."""
+        """The reason why layers cannot be in stages; empty if they can."""
         problem = self.problem
         if problem.cluster.mesh is not None and STAGE_AXIS not in problem.cluster.mesh.shape:
             return f"the mesh has no axis {STAGE_AXIS!r}"
@@ -185,7 +179,6 @@ class StageSearch:
 
     @property
     def problem(self) -> TrainingProblem:
-        """What is planned."""
         return self.search.problem
 
     def stagings(self) -> Iterator[Staging]:
@@ -207,7 +200,7 @@ class StageSearch:
                     yield Staging(shape, count, places)
 
     def allows(self, shape: Shape) -> bool:
-        """Whether a mesh with stages is possible."""
+        """A mesh with stages is possible."""
         mesh = self.problem.cluster.mesh
         if mesh is None:
             return self.problem.cluster.allows(shape)
@@ -215,7 +208,7 @@ class StageSearch:
         return next(iter(sizes)) == STAGE_AXIS and tuple(size for size in sizes.values() if size > 1) == shape
 
     def obstacle(self) -> str:
-        """Why no mesh and no number of microbatches suits stages."""
+        """The reason why no mesh and no number of microbatches suits stages."""
         problem, request = self.problem, self.search.stages
         layers, count, mesh = problem.layer_count, problem.cluster.count, problem.cluster.mesh
         if mesh is not None and (next(iter(mesh.shape)) != STAGE_AXIS or request != mesh.shape[STAGE_AXIS]):
@@ -230,15 +223,15 @@ class StageSearch:
         return f"{layers} layers, {count} devices and {examples} examples do not divide into stages and microbatches"
 
     def microbatches(self, stages: int, splits: int, most: int) -> int:
-        """The most microbatches up to a number of which all devices inside of a stage have examples, as many for each
-        stage; 0 where there are none."""
+        """The most microbatches up to a number for which all devices inside of a stage have examples, as many for each
+        stage; 0 if there are none."""
         request, examples = self.search.microbatches, self.problem.loss.batch_size
         most = min(most, examples // splits)
         counts = range(stages, most + 1, stages) if request is None else (request,)
         return max((count for count in counts if examples % (count * splits) == 0 and count % stages == 0), default=0)
 
     def least_seconds(self, staging: Staging) -> float:
-        """What a set-up takes at least: what computing takes, and waiting."""
+        """The least seconds of a set-up: of computing, and waiting."""
         outcomes = [outcome for outcome in self.search.free.values() if outcome.result is not None]
         compute = min((outcome.compute_seconds for outcome in outcomes), default=0.0)
         return staging.least_seconds(compute, self.problem.layer_count)
@@ -255,14 +248,14 @@ class StageSearch:
             first_fitting(range(len(keeps)), lambda index: self.plan_one(staging, keeps[index]).fits)
 
     def keeps(self, staging: Staging) -> list[Keep]:
-        """What the backward pass may keep, from the fastest on: all microbatches keep it at once."""
+        """The choices that the backward pass may keep, from the fastest on: all microbatches keep it at once."""
         keeps = self.problem.keeps(staging.microbatches, has_stages=True)
         rounds, most = staging.rounds / staging.chunks, self.problem.host_limit_bytes * self.problem.cluster.count
         first = min(range(len(keeps)), key=lambda index: (keeps[index].seconds, index))
         return [keeps[first], *(keep for keep in keeps[first + 1 :] if rounds * keep.host_bytes <= most)]
 
     def may_win(self, free: Outcome) -> bool:
-        """Whether a plan that fits may be better than the best, given the fastest without a limit of memory."""
+        """A plan that fits may be better than the best, given the fastest without a limit of memory."""
         best = self.search.best
         return best is None or free.seconds < best.seconds
 

@@ -25,7 +25,7 @@ _KERNELS_OF_JAX = pathlib.Path(jax.__file__).parent / "experimental" / "pallas" 
 
 
 def is_from(params: Mapping[str, Any], *modules: str) -> bool:
-    """Whether a kernel is written in one of these modules of the installed JAX, and not in a copy of it."""
+    """A kernel is written in one of these modules of the installed JAX, and not in a copy of it."""
     return any(f" at {(_KERNELS_OF_JAX / module).as_posix()}:" in _source(params) for module in modules)
 
 
@@ -45,7 +45,8 @@ class _Maker:
     dims: str
     """For each operand and result the loops of its first dims; a dot is a dim that is whole."""
     options: Mapping[str, tuple[Any, ...]] = attrs.field(factory=dict)
-    """What each option may be. `float` and `int` are numbers, which are then among those of the kernel's program."""
+    """The possible values of each option. `float` and `int` are numbers, which are then among the numbers of the
+    kernel's program."""
     kernel: str = ""
     """The name of the kernel, where it makes several."""
 
@@ -110,7 +111,7 @@ def retraced_params(op: OpSignature, shapes: Sequence[Shape]) -> dict[str, Any] 
 
 
 def is_made_again(op: OpSignature, shapes: Sequence[Shape], params: Mapping[str, Any]) -> bool:
-    """Whether JAX's function makes a kernel with these parameters for operands of these shapes."""
+    """JAX's function makes a kernel with these parameters for operands of these shapes."""
     again = retraced_params(op, shapes)
     return again is not None and _text(again) == _text(params)
 
@@ -121,10 +122,6 @@ SIZED = ("jaxpr", "grid_mapping", "out_avals")
 
 def _names(term: str, shape: Shape) -> list[str | None]:
     return [None if letter == "." else letter for letter in term.ljust(len(shape), ".")]
-
-
-_PROBE = 1_000_003
-"""Stands for a number of a program, and the integers after it. Chosen by hand: exact in 32 bits, and in no kernel."""
 
 
 def _kernel(op: OpSignature) -> _Kernel | None:
@@ -143,7 +140,8 @@ def _options(kernel: _Kernel) -> Mapping[str, Any] | None:
     text, literals = _text(op.params), _literals(op.params)
     for kinds in itertools.product(*maker.options.values()):
         probe = {
-            name: kind(_PROBE + index) if kind in (int, float) else kind
+            # A number that is exact in 32 bits, and in no kernel.
+            name: kind(1_000_003 + index) if kind in (int, float) else kind
             for index, (name, kind) in enumerate(zip(maker.options, kinds, strict=True))
         }
         params = _params(maker, op, op.operands, probe)
