@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.checkpoints.saved import saved_leaves
+from shardrules.checkpoints.leaves import saved_leaves
 from shardrules.core.errors import CheckpointError, ConfigTypeError
 
 

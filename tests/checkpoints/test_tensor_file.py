@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.checkpoints import boxes, tensor_file
-from shardrules.checkpoints.tensor_file import FileTensor, file_source, local_path
+from shardrules.checkpoints.leaves import local_path
+from shardrules.checkpoints.tensor_file import FileTensor, file_source
 from shardrules.core.errors import CheckpointError
 
 HEAD = b"something before"
