@@ -9,6 +9,7 @@ the others; a file that exists is never opened. A process that was killed leaves
 the same name removes it: so two jobs cannot save under one name at once.
 """
 
+import bisect
 import contextlib
 import ctypes
 import errno
@@ -175,14 +176,6 @@ class Saving:
             for (file, name), mode in zip(pairs, modes, strict=True):
                 _create(file, name, mode)
 
-        def fill() -> None:
-            for pair in pairs:
-                _fill(*pair, plan.leaves, writers)
-
-        def fill_sums() -> None:
-            for pair in pairs:
-                _fill_sums(*pair, plan.leaves)
-
         def rename() -> None:
             for (file, name), mode in zip(pairs, modes, strict=True):
                 _seal(file, name, mode)
@@ -200,8 +193,8 @@ class Saving:
 
         try:
             self.agree("the files", create, by_first=True)
-            self.agree("the arrays", fill)
-            self.agree("the checksums", fill_sums)
+            self.agree("the arrays", lambda: _fill(pairs, plan.leaves, writers))
+            self.agree("the checksums", lambda: _fill_sums(pairs, plan.leaves))
             self.agree("the names", rename, by_first=True)
         except BaseException:
             if process_id() == 0:
@@ -376,37 +369,38 @@ def _opened(name: Path, *, sync: bool) -> Iterator[int]:
         os.close(handle)
 
 
-def _fill(file: FileLayout, name: Path, leaves: Sequence[SavedLeaf], writers: Sequence[int]) -> None:
-    """Writes what this process has of the tensors of a file, and the checksums of the blocks that it fills."""
+def _fill(pairs: Sequence[tuple[FileLayout, Path]], leaves: Sequence[SavedLeaf], writers: Sequence[int]) -> None:
+    """Writes what this process has of the tensors of files, and the checksums of the blocks that it fills."""
     process = process_id()
-    parts = [local_parts(leaves[leaf_index], writers[leaf_index] == process) for leaf_index, _ in file.tensors]
-    if not any(parts):
-        return
-    # A single process syncs at the end.
-    with _opened(name, sync=process_count() > 1) as handle:
-        sums = [
-            write_tensor(handle, offset, leaves[leaf_index], tensor_parts, file.block)
-            for (leaf_index, offset), tensor_parts in zip(file.tensors, parts, strict=True)
-        ]
-        _write_sums(handle, file, np.concatenate(sums))
+    for file, name in pairs:
+        parts = [local_parts(leaves[leaf_index], writers[leaf_index] == process) for leaf_index, _ in file.tensors]
+        if any(parts):
+            # A single process syncs at the end.
+            with _opened(name, sync=process_count() > 1) as handle:
+                sums = [
+                    write_tensor(handle, offset, leaves[leaf_index], tensor_parts, file.block)
+                    for (leaf_index, offset), tensor_parts in zip(file.tensors, parts, strict=True)
+                ]
+                _write_sums(handle, file, np.concatenate(sums))
 
 
-def _fill_sums(file: FileLayout, name: Path, leaves: Sequence[SavedLeaf]) -> None:
+def _fill_sums(pairs: Sequence[tuple[FileLayout, Path]], leaves: Sequence[SavedLeaf]) -> None:
     """Writes this process's share of the checksums of blocks that several runs fill, perhaps of several processes."""
-    if not file.tensors:
-        return
-    sizes = [leaves[leaf_index].nbytes for leaf_index, _ in file.tensors]
-    ends = np.cumsum([0, *(block_count(size, file.block) for size in sizes)])
-    with _opened(name, sync=process_count() > 1) as handle:
-        unknown = unknown_sums(_read_at(handle, file.sums_offset, SUM_CHARS * int(ends[-1]), name))
-        sums = np.full(int(ends[-1]), UNKNOWN, np.uint32)
-        # By their own indices: other processes may have written theirs already.
-        for index in [index for index in unknown if index % process_count() == process_id()]:
-            tensor = int(np.searchsorted(ends, index, "right")) - 1
-            start = (index - int(ends[tensor])) * file.block
-            data = _read_at(handle, file.tensors[tensor][1] + start, min(file.block, sizes[tensor] - start), name)
-            sums[index] = block_sums(np.frombuffer(data, np.uint8), file.block)[0]
-        _write_sums(handle, file, sums)
+    for file, name in pairs:
+        sizes = [leaves[leaf_index].nbytes for leaf_index, _ in file.tensors]
+        *_, count = ends = np.cumsum([0, *(block_count(size, file.block) for size in sizes)]).tolist()
+        if not count:
+            continue
+        with _opened(name, sync=process_count() > 1) as handle:
+            unknown = unknown_sums(_read_at(handle, file.sums_offset, SUM_CHARS * count, name))
+            sums = np.full(count, UNKNOWN, np.uint32)
+            # By their own indices: other processes may have written theirs already.
+            for index in [index for index in unknown if index % process_count() == process_id()]:
+                tensor = bisect.bisect_right(ends, index) - 1
+                start = (index - ends[tensor]) * file.block
+                data = _read_at(handle, file.tensors[tensor][1] + start, min(file.block, sizes[tensor] - start), name)
+                sums[index] = block_sums(np.frombuffer(data, np.uint8), file.block)[0]
+            _write_sums(handle, file, sums)
 
 
 def _read_at(handle: int, offset: int, count: int, name: Path) -> bytes:

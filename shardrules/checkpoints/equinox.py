@@ -80,9 +80,7 @@ def load_equinox(
         numbers come back from the file; other leaves stay as they are.
     - `how`, `mesh`: where the arrays go, as for `filter_shard`.
     - `surplus`: `"error"` refuses arrays and numbers that the file has after those of `like`, `"skip"` ignores them.
-    - `cast`: whether an array of another dtype than the leaf's is converted, part by part on the host, or is an error.
-    - `verify`: whether what is read is compared with the checksums that `save_equinox` wrote. Files of Equinox itself
-        have none.
+    - `cast`, `verify`: as for `load_safetensors`; files of Equinox itself have no checksums.
 
     **Returns:**
 

@@ -63,8 +63,8 @@ _MOST_DIMS = 32
 _MOST_SIZE = 2**63
 """The sizes and offsets of files are below it."""
 
-_MOST_PROBLEMS = 8
-"""The most findings about one file: a damaged header may be wrong at every tensor. Chosen by hand."""
+_SUGGESTIONS = 8
+"""For how many files a similar name is suggested: each looks at all names."""
 
 _POINTER = b"version "
 _HTML = ("it is an HTML page", "download the file itself")
@@ -160,7 +160,7 @@ def _missing(
         if name not in stored and str(file) not in unreadable:
             missing.setdefault(file, []).append(name)
     for count, (file, names) in enumerate(missing.items()):
-        hint = suggest(names[0], stored) if count < _MOST_PROBLEMS else ""  # each looks at all names
+        hint = suggest(names[0], stored) if count < _SUGGESTIONS else ""
         more = f", nor {len(names) - 1} more" if len(names) > 1 else ""
         yield _problem(
             file, f"the index says that it has {names[0]!r}, and it does not{hint}{more}", "write the index again"
@@ -261,16 +261,8 @@ def _read_header(
             start = file.read(8)
             length = int.from_bytes(start, "little")
             begin = 8 + length
-            # As lengths, these are all longer than the files that begin so, or than the limit.
-            for magic, (message, remedy) in _FORMATS.items():
-                if (begin > size or length > MOST_TEXT_BYTES) and start.startswith(magic):
-                    return _Header(path), [_problem(path, message, remedy)]
-            if size < 8 or begin > size:
-                message = f"it has {size} bytes, and its header alone would end at byte {begin}"
-                return _Header(path), [_problem(path, message, _COPY)]
-            if length > MOST_TEXT_BYTES:
-                message = f"its header would take {bytes_text(length)}, and the format allows {MOST_TEXT_BYTES:,} bytes"
-                return _Header(path), [_problem(path, message, "it is damaged, or not a safetensors file; " + _COPY)]
+            if begin > size or length > MOST_TEXT_BYTES:
+                return _Header(path), [_problem(path, *_length_problem(start, length, size))]
             text = file.read(length)
         table = _table(text, _entry_or_table)
         entries = _entries(table)
@@ -299,10 +291,19 @@ def _read_header(
         stored[name], nbytes = kind
         if nbytes is not None and nbytes != end - first:
             messages.append(f"{name!r}, {stored[name]}, takes {nbytes} bytes, not the {end - first} it has")
-    problems = [_problem(path, message, _COPY) for message in messages[:_MOST_PROBLEMS]]
-    if len(messages) > _MOST_PROBLEMS:
-        problems.append(_problem(path, f"and {len(messages) - _MOST_PROBLEMS} more problems of this kind", _COPY))
-    return _Header(path, begin, entries, stored, sums), problems
+    return _Header(path, begin, entries, stored, sums), [_problem(path, message, _COPY) for message in messages]
+
+
+def _length_problem(start: bytes, length: int, size: int) -> tuple[str, str]:
+    """Returns what is wrong with a file that begins so, and the remedy."""
+    # As lengths, these are all longer than the files that begin so, or than the limit.
+    for magic, texts in _FORMATS.items():
+        if start.startswith(magic):
+            return texts
+    if 8 + length > size:
+        return f"it has {size} bytes, and its header alone would end at byte {8 + length}", _COPY
+    message = f"its header would take {bytes_text(length)}, and the format allows {MOST_TEXT_BYTES:,} bytes"
+    return message, f"it is damaged, or not a safetensors file; {_COPY}"
 
 
 _Entry: TypeAlias = tuple[str, tuple[int, ...], int, int]

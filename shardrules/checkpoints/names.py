@@ -67,9 +67,9 @@ def name_function(names: Names, default: Callable[[str], str], caller: str) -> C
 
 def unknown_paths(names: Names, paths: Sequence[str], tree: str) -> Iterator[Mismatch]:
     """Yields a mismatch for each key of a table of names that is not the path of a leaf."""
-    known = dict.fromkeys(paths)
+    leaves = dict.fromkeys(paths)
     for path in names if isinstance(names, Mapping) else ():
-        if path not in known:
+        if path not in leaves:
             why = f"`names` has this path, and {tree} has no such leaf"
             yield Finding("error", "no-leaf", why, str(path), "write paths as sr.leaf_paths does"), ""
 
@@ -78,8 +78,7 @@ def match(
     leaves: Sequence[RequestedLeaf],
     stored: Mapping[str, StoredArray],
     names: Names,
-    default: Callable[[str], str],
-    caller: str,
+    name_of: Callable[[str], Any],
     *,
     surplus: str,
     cast: bool,
@@ -87,10 +86,9 @@ def match(
 ) -> tuple[list[Name], list[Finding]]:
     """Returns the name of the tensor that each leaf takes, `None` where it keeps its value, and all that is wrong.
 
-    Paths that `names` lacks have the name `default(path)`. Tensors that no leaf takes are wrong if `surplus` is
-    `"error"`, other dtypes than the leaves' unless `cast`. With `stacks` leaves may be stacks of tensors.
+    `name_of` follows from `names`, of which a table may have paths that are none. Tensors that no leaf takes are wrong
+    if `surplus` is `"error"`, other dtypes than the leaves' unless `cast`. With `stacks` leaves may be stacks.
     """
-    name_of = name_function(names, default, caller)
     paths = [leaf.path for leaf in leaves]
     mismatches = list(unknown_paths(names, paths, "`like`"))
     matches: list[Name] = []

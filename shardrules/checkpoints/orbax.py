@@ -5,7 +5,6 @@ wrong before anything is read or written, and replaces an old checkpoint at once
 """
 
 import collections
-import functools
 import itertools
 import math
 import os
@@ -41,7 +40,7 @@ from shardrules.checkpoints.leaves import (
     saved_leaves,
     with_values,
 )
-from shardrules.checkpoints.names import Names, StoredArray, match
+from shardrules.checkpoints.names import Names, StoredArray, match, name_function
 from shardrules.core.axes import AnyMesh
 from shardrules.core.boxes import plain_trees
 from shardrules.core.errors import CheckpointError
@@ -127,8 +126,9 @@ def load_orbax(
     try:
         metadata = _metadata(handler, folder, title)
         stored = _stored_arrays(metadata)
-        names, default = _plain_names(names, stored), functools.partial(_plain_name, stored)
-        matches, findings = match(leaves, stored, names, default, "load_orbax", surplus=surplus, cast=cast)
+        name_of = name_function(names, str, "load_orbax")
+        plain_name_of = lambda path: _plain_name(stored, name_of(path))  # noqa: E731
+        matches, findings = match(leaves, stored, names, plain_name_of, surplus=surplus, cast=cast)
         refuse(title, findings)
         values = [leaf.value for leaf in leaves]
         rest = [(index, name) for index, name in enumerate(matches) if isinstance(name, str)]
@@ -151,8 +151,7 @@ def _restore(
 ) -> dict[str, Any]:
     """Reads the requested arrays and Python values, by their names in the checkpoint."""
     names, treedef = _leaf_names(metadata), jax.tree.structure(metadata)
-    items = [_item(requested[name]) if name in requested else orbax.PLACEHOLDER for name in names]
-    options = [_options(requested[name], orbax) if name in requested else orbax.RestoreArgs() for name in names]
+    items, options = zip(*(_request(requested.get(name), orbax) for name in names), strict=True)
     arguments = orbax.args.PyTreeRestore(treedef.unflatten(items), treedef.unflatten(options))
     try:
         restored = jax.tree.leaves(handler.restore(folder, args=arguments))
@@ -194,18 +193,9 @@ def _folders(path: str) -> Iterator[str]:
     return itertools.accumulate(path.split("/")[:-1], "{}/{}".format)
 
 
-def _plain_name(stored: Mapping[str, StoredArray], name: str) -> str:
+def _plain_name(stored: Mapping[str, StoredArray], name: Any) -> Any:
     """Returns a name as it is in `stored`, also where a box or variable is named with its `value`."""
-    return name if name in stored else name.removesuffix(_VALUE)
-
-
-def _plain_names(names: Names, stored: Mapping[str, StoredArray]) -> Names:
-    def plain(name: Any) -> Any:
-        return _plain_name(stored, name) if isinstance(name, str) else name
-
-    if isinstance(names, Mapping):
-        return {path: plain(name) for path, name in names.items()}
-    return (lambda path: plain(names(path))) if callable(names) else names
+    return name.removesuffix(_VALUE) if isinstance(name, str) and name not in stored else name
 
 
 def _import_orbax(path: Any, caller: str) -> tuple[ModuleType, Any]:
@@ -256,17 +246,16 @@ def _stored_array(leaf: Any) -> StoredArray:
     return StoredArray(kind[0], kind[1], str(kind[1]))
 
 
-def _item(leaf: RequestedLeaf) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.device_dtype) if leaf.is_array else leaf.value
-
-
-def _options(leaf: RequestedLeaf, orbax: ModuleType) -> Any:
-    """Returns the options with which orbax restores a leaf."""
+def _request(leaf: RequestedLeaf | None, orbax: ModuleType) -> tuple[Any, Any]:
+    """Returns what orbax reads for a leaf, and its options; nothing is read for `None`."""
+    if leaf is None:
+        return orbax.PLACEHOLDER, orbax.RestoreArgs()
     if leaf.is_array:
-        return orbax.ArrayRestoreArgs(
-            restore_type=jax.Array, sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.device_dtype
-        )
-    return orbax.RestoreArgs() if isinstance(leaf.value, str) else orbax.RestoreArgs(restore_type=np.ndarray)
+        kind = jax.ShapeDtypeStruct(leaf.shape, leaf.device_dtype)
+        options = {"sharding": leaf.sharding, "global_shape": leaf.shape, "dtype": leaf.device_dtype}
+        return kind, orbax.ArrayRestoreArgs(restore_type=jax.Array, **options)
+    options = {} if isinstance(leaf.value, str) else {"restore_type": np.ndarray}
+    return leaf.value, orbax.RestoreArgs(**options)
 
 
 def _python_value(value: Any, leaf: RequestedLeaf) -> Any:

@@ -118,9 +118,8 @@ def load_safetensors(
     destination = resolve_destination(like, how, mesh, caller="load_safetensors")
     leaves = requested_leaves(like, destination, "load_safetensors")
     headers = read_headers(local_path(path, "load_safetensors"), verify=verify)
-    matches, findings = match(
-        leaves, headers.stored, names, _default_name, "load_safetensors", surplus=surplus, cast=cast, stacks=True
-    )
+    name_of = name_function(names, _default_name, "load_safetensors")
+    matches, findings = match(leaves, headers.stored, names, name_of, surplus=surplus, cast=cast, stacks=True)
     if headers.problems:  # what is missing may be in a file that cannot be read
         findings = [finding for finding in findings if finding.code not in ("missing", "surplus")]
     refuse(f"load_safetensors: {path}", [*headers.problems, *findings])

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.checkpoints.leaves import RequestedLeaf, refuse, requested_leaves, with_values
-from shardrules.checkpoints.names import StoredArray, match
+from shardrules.checkpoints.names import StoredArray, match, name_function
 from shardrules.placement.destination import resolve_destination
 
 F32 = np.dtype(np.float32)
@@ -31,8 +31,8 @@ def stored_f32(**tensors: Any) -> dict[str, StoredArray]:
 def matched(
     like: Any, tensors: dict[str, StoredArray], names: Any = None, surplus: str = "error", cast: bool = False
 ) -> Any:
-    default = lambda path: path.replace("/", ".")  # noqa: E731
-    return match(requested(like), tensors, names, default, "load", surplus=surplus, cast=cast)
+    name_of = name_function(names, lambda path: path.replace("/", "."), "load")
+    return match(requested(like), tensors, names, name_of, surplus=surplus, cast=cast)
 
 
 def test_each_leaf_takes_the_tensor_of_its_name() -> None:
