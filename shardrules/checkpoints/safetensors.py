@@ -16,7 +16,7 @@ import numpy as np
 
 from shardrules.checkpoints.checksums import KEY, blank_text, is_text
 from shardrules.checkpoints.commit import FileLayout, SavePlan, Saving, remove
-from shardrules.checkpoints.headers import DTYPES, INDEX, Safetensors, read_headers
+from shardrules.checkpoints.headers import DTYPES, INDEX, Safetensors, read_headers, read_index
 from shardrules.checkpoints.leaves import (
     RequestedLeaf,
     SavedLeaf,
@@ -44,8 +44,6 @@ from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import CheckpointError, ConfigError, ConfigTypeError, shown
 from shardrules.core.fields import read_bytes
 from shardrules.core.finding import Finding
-from shardrules.core.storage.files import open_regular
-from shardrules.core.storage.records import read_json
 from shardrules.core.tree import leaf_paths
 from shardrules.placement.destination import resolve_destination
 from shardrules.rules.how import How
@@ -354,10 +352,5 @@ def _groups(leaves: list[SavedLeaf], most_bytes: int) -> list[list[int]]:
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    """Returns the files beside an index that it names; none where there is no index."""
-    try:
-        with open_regular(index) as file:
-            names = read_json(file.read())["weight_map"].values()
-    except (OSError, ValueError, LookupError, AttributeError, TypeError):
-        return []
-    return [index.parent / name for name in dict.fromkeys(names) if isinstance(name, str) and name == Path(name).name]
+    """Returns the files beside an index that it names; none where there is no index, or a broken one."""
+    return [path for path in read_index(index, verify=False).files.values() if path.parent == index.parent]
