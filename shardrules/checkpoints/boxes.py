@@ -11,7 +11,7 @@ from typing import TypeAlias
 from shardrules.placement.source import Index
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
-"""Where a box starts and stops in each dimension."""
+"""The start and the stop of a box in each dimension."""
 
 _LONG_BYTES = 256 * 2**10
 """Runs of this length are read and written one by one: a call costs little beside their bytes. Chosen by hand."""
@@ -20,7 +20,7 @@ _TOGETHER_BYTES = 2**30
 """The most that is read or written together, since the host keeps it meanwhile. Chosen by hand."""
 
 BLOCK_BYTES = 2 * 2**20
-"""How much is put together, cut and checked at once, so that it stays in caches. Chosen by hand."""
+"""The bytes that are put together, cut and checked at once, so that they stay in caches. Chosen by hand."""
 
 _PAGE_BYTES = 4096
 

@@ -25,7 +25,7 @@ KEY = "shardrules.checksums"
 DAMAGED = (
     "copy it again, or load another checkpoint; verify=False loads it as it is, also after another program changed it"
 )
-"""What to do about a file that differs from its checksums."""
+"""The remedy for a file that differs from its checksums."""
 
 UNKNOWN = 2**32 - 1
 """In place of a checksum that is not known yet."""

@@ -52,7 +52,7 @@ _TOKEN_BYTES = 8
 """64 bits that nobody guesses."""
 
 _NAME_BYTES = 150
-"""The part of a name that a temporary one keeps. File systems allow 255 bytes: our additions take 42, orbax's some 50."""
+"""The part of a name that a temporary one keeps, of the 255 bytes of file systems: we add 42, and orbax some 50."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """For `renameat2`: paths are relative to the folder of the process; the two names change places."""

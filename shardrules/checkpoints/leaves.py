@@ -85,16 +85,16 @@ class RequestedLeaf:
     sharding: Sharding | None = None
     """`None` for a Python value."""
     first_path: str = ""
-    """Where the variable that it belongs to occurred first, if it occurs twice: it may be saved only there."""
+    """The first path of a variable that occurs twice: it may be saved only there."""
 
     @property
     def is_array(self) -> bool:
-        """Whether it is an array, rather than a Python value."""
+        """Returns whether it is an array, rather than a Python value."""
         return self.sharding is not None
 
     @property
     def has_values(self) -> bool:
-        """Whether the tree has values for it, rather than only a shape."""
+        """Returns whether the tree has values for it, rather than only a shape."""
         return not isinstance(self.value, jax.ShapeDtypeStruct)
 
     @property
@@ -198,7 +198,7 @@ class SavedLeaf:
 
     @property
     def is_local(self) -> bool:
-        """Whether this process has all of it."""
+        """Returns whether this process has all of it."""
         return not isinstance(self.value, jax.Array) or self.value.is_fully_addressable
 
 

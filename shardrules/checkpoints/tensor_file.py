@@ -133,7 +133,7 @@ class _Reader:
     def __init__(self, file: FileIO, tensor: FileTensor) -> None:
         self._file, self._tensor = file, tensor
         self._block_bytes = 1 if tensor.sums is None else tensor.sums.block
-        self._piece_bytes = max(BLOCK_BYTES, self._block_bytes)
+        self._piece_bytes = max(1, BLOCK_BYTES // self._block_bytes) * self._block_bytes
         self._scratch, self._edge = np.empty(0, np.uint8), np.empty(self._piece_bytes, np.uint8)
         self.damage: dict[int, None] = {}
 

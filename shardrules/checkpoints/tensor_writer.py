@@ -37,7 +37,7 @@ TensorPart: TypeAlias = tuple[Box, Callable[[], np.ndarray]]
 """A box of an array, and the function that reads it when it is written."""
 
 _SOURCE_BYTES = 64 * 2**20
-"""How much of an `ArraySource` is read at once. Chosen by hand."""
+"""The bytes of an `ArraySource` that are read at once. Chosen by hand."""
 
 
 def local_parts(leaf: SavedLeaf, is_writer: bool) -> list[TensorPart]:

@@ -34,7 +34,7 @@ LOADERS: dict[str, Callable[[Path, Any], Any]] = {
     "equinox": lambda path, like: sr.load_equinox(path / "saved.eqx", like, P(), sr.create_mesh("data:8")),
 }
 STEPS = ((os, "open"), (os, "pwrite"), (os, "fsync"), (os, "truncate"), (Path, "replace"), (Path, "unlink"))
-"""What changes the disk."""
+"""The calls that change the disk."""
 
 
 def value_of(loaded: dict[str, Any]) -> int:
@@ -45,7 +45,7 @@ def value_of(loaded: dict[str, Any]) -> int:
 
 
 def only_checkpoint(folder: Path) -> bool:
-    """Whether a folder holds one checkpoint and nothing else."""
+    """Returns whether a folder holds one checkpoint and nothing else."""
     index = folder / "saved" / "model.safetensors.index.json"
     files = sorted(file.name for file in folder.rglob("*") if file.is_file())
     if not index.exists():

@@ -1,4 +1,4 @@
-"""Which tensor each leaf takes, and what the findings say when none fits."""
+"""The tensor that each leaf takes, and the findings when none fits."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.checkpoints.leaves import RequestedLeaf, refuse, requested_leaves, with_values
+from shardrules.checkpoints.leaves import RequestedLeaf, refuse, requested_leaves
 from shardrules.checkpoints.names import StoredArray, match, name_function
 from shardrules.placement.destination import resolve_destination
 
@@ -155,28 +155,3 @@ def test_many_missing_tensors_are_listed_quickly() -> None:
     like = {f"name{chr(97 + i % 26)}{chr(97 + i // 26)}": array(4) for i in range(300)}
     _, wrong = matched(like, {f"other{i}": StoredArray((1,), F32, "F32") for i in range(3000)}, surplus="skip")
     assert len(wrong) == 300  # looking for a near name for each would take a minute
-
-
-@pytest.mark.parametrize("count", [None, 8])
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_keys_are_made_of_their_numbers(count: int | None, impl: str) -> None:
-    def make() -> jax.Array:
-        key = jax.random.key(3, impl=impl)
-        return key if count is None else jax.random.split(key, count)
-
-    keys, like = make(), {"key": jax.eval_shape(make)}
-    numbers = np.asarray(jax.random.key_data(keys))
-    destination = resolve_destination(like, P("data") if keys.ndim else P(), sr.create_mesh("data:8"))
-    [leaf] = requested_leaves(like, destination, "load")
-    assert (leaf.shape, leaf.dtype) == (numbers.shape, np.uint32)
-    placed = with_values(destination, [leaf], [numbers])["key"]
-    assert placed.dtype == keys.dtype
-    assert placed.sharding == destination.shardings[0]
-    np.testing.assert_array_equal(jax.random.key_data(placed), numbers)
-
-
-def test_keys_of_another_kind_are_an_error() -> None:
-    like = {"key": jax.eval_shape(lambda: jax.random.key(0, impl="unsafe_rbg"))}
-    destination = resolve_destination(like, P(), sr.create_mesh("data:8"))
-    with pytest.raises(sr.errors.CheckpointError, match=r"key holds key<rbg>, expected key<urbg>"):
-        with_values(destination, requested_leaves(like, destination, "load"), [jax.random.key(0, impl="rbg")])
