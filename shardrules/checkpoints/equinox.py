@@ -297,7 +297,7 @@ def save_equinox(path: Any, tree: Any, *, timeout: float = 1800) -> None:
             raise CheckpointError(f"{saving.title} cannot be saved: it is a folder, and this saves one file")
         target = target if target.suffix else target.with_suffix(".eqx")
         leaves, findings = saved_leaves(tree, "save_equinox", lambda _: "")
-        refuse(saving.title, findings, "saved")
+        refuse(saving.title, findings, "saved, and nothing was written")
         return SavePlan(leaves, str(target), lambda _: [_layout(target, leaves)], re.escape(target.name))
 
     saving.write_files(plan)

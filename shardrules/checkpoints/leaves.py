@@ -51,10 +51,10 @@ def title_of(caller: str, path: Any) -> str:
     return f"{caller}: {printable(str(path)) if isinstance(path, str | os.PathLike) else shown(path)}"
 
 
-def refuse(what: str, findings: Sequence[Finding], done: str = "loaded") -> None:
+def refuse(what: str, findings: Sequence[Finding], undone: str = "loaded, and nothing was") -> None:
     """Raises one `CheckpointError` that lists all findings, if there are any; `what` names the caller and the file."""
     if findings:
-        raise CheckpointError(f"{what} cannot be {done}, and nothing was:\n{listing(merged(findings))}")
+        raise CheckpointError(f"{what} cannot be {undone}:\n{listing(merged(findings))}")
 
 
 def check_flags(caller: str, surplus: Any = "error", **flags: Any) -> None:

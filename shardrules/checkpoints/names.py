@@ -23,7 +23,8 @@ Names: TypeAlias = Callable[[str], Name] | Mapping[str, Name] | None
 """From the path of a leaf to the name of its tensor."""
 
 Mismatch: TypeAlias = tuple[Finding, str]
-"""A finding about one leaf or tensor, with `{}` in its message for the name of the tensor; and that name."""
+"""A finding about one leaf or tensor, and the name of the tensor: `{}` stands for it in the message, and in the remedy
+for the path."""
 
 _DTYPE_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)  # as NUMBERS
 
@@ -161,7 +162,7 @@ def _mismatches(
         if tensor in stored:
             yield from compare(layer, repr(tensor), stored[tensor], cast=cast)
         else:
-            remedy = "name its tensor, names={path: name}; None there keeps the values in `like`"
+            remedy = "name its tensor, names={{}: ...}; None there keeps the values in `like`"
             why = "the checkpoint has no '{}'"
             yield Finding("error", "missing", why, leaf.path, remedy, layer.shape), tensor
 
@@ -211,7 +212,8 @@ def mismatch_findings(
         near = candidates.get(first.code, []) if index < _SUGGESTIONS else []
         message = first.message.replace("{}", name, 1) + suggest(name or first.path, near)
         path = functools.reduce(common_path, (finding.path for finding, _ in group))
-        findings.append(attrs.evolve(first, message=message, path=path, count=len(group)))
+        remedy = first.remedy.replace("{}", repr(first.path), 1)
+        findings.append(attrs.evolve(first, message=message, path=path, remedy=remedy, count=len(group)))
     return findings
 
 

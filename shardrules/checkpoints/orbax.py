@@ -308,7 +308,7 @@ def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
         values = zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
         names = [(path, path.replace("/", ".")) for path, value in values if _value(value) is not None]
         findings += name_findings(names, "Rename a key of the tree: orbax joins keys with dots")
-        refuse(saving.title, findings, "saved")
+        refuse(saving.title, findings, "saved, and nothing was written")
         return SavePlan(leaves, str(folder))
 
     _, _, token, _ = saving.agree_on(plan)

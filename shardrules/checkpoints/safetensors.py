@@ -328,7 +328,7 @@ def _named_leaves(tree: Any, names: Names, title: str) -> tuple[list[SavedLeaf],
     paths = leaf_paths(tree)
     findings += mismatch_findings(unknown_paths(names, paths, "the tree"), (), paths)
     findings += name_findings([(leaf.path, name) for leaf, name in named], "Give it another name: names={path: name}")
-    refuse(title, findings, "saved")
+    refuse(title, findings, "saved, and nothing was written")
     if not named:
         raise CheckpointError(f"{title} cannot be saved: the tree has neither an array nor a Python number")
     return [leaf for leaf, _ in named], [name for _, name in named]

@@ -52,7 +52,7 @@ def test_all_that_cannot_be_saved_is_listed(tmp_path: Path) -> None:
         "source": sr.ArraySource((2,), np.float32, lambda _: np.ones(2, np.float32)),
         "bits": jnp.ones(4, jnp.uint4),
     }
-    with pytest.raises(CheckpointError, match="cannot be saved, and nothing was") as raised:
+    with pytest.raises(CheckpointError, match="cannot be saved, and nothing was written") as raised:
         sr.save_orbax(tmp_path / "saved", tree)
     for line in ("dtype: bits (4,)", "no-values: shape (2,)", "no-values: source (2,)", "dtype: complex"):
         assert f"  error {line}" in str(raised.value)
@@ -117,7 +117,7 @@ def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
     ],
 )
 def test_what_orbax_would_mix_up_or_drop_is_refused(tree: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nothing was") as raised:
+    with pytest.raises(CheckpointError, match="nothing was written") as raised:
         sr.save_orbax(tmp_path / "saved", tree)
     assert f"  error {message}" in str(raised.value)
     assert list(tmp_path.iterdir()) == []

@@ -144,7 +144,7 @@ def test_all_that_cannot_be_saved_is_listed(tmp_path: Path) -> None:
         "nibbles": [jnp.ones(4, jnp.int4)] * 3,
         "shape": jax.ShapeDtypeStruct((2,), np.float32),
     }
-    with pytest.raises(CheckpointError, match="cannot be saved, and nothing was") as raised:
+    with pytest.raises(CheckpointError, match="cannot be saved, and nothing was written") as raised:
         sr.save_safetensors(tmp_path / "saved", tree)
     for line in (
         "name: __metadata__: '__metadata__' is reserved",
