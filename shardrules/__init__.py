@@ -13,12 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardrules import errors, meshes, presets, reports, specs
-    from shardrules.checkpoints.equinox import load_equinox
-    from shardrules.checkpoints.orbax import load_orbax
-    from shardrules.checkpoints.safetensors import load_safetensors
-    from shardrules.checkpoints.save_equinox import save_equinox
-    from shardrules.checkpoints.save_orbax import save_orbax
-    from shardrules.checkpoints.save_safetensors import save_safetensors
+    from shardrules.checkpoints.equinox import load_equinox, save_equinox
+    from shardrules.checkpoints.orbax import load_orbax, save_orbax
+    from shardrules.checkpoints.safetensors import load_safetensors, save_safetensors
     from shardrules.checks.analyzer import ShardingAnalyzer
     from shardrules.core.finding import Finding
     from shardrules.core.leaf import Decision, Leaf

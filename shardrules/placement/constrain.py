@@ -41,10 +41,10 @@ from shardrules.rules.logical.partition_axis import PartitionAxis
 from shardrules.rules.logical.rule import LogicalPairs, as_pairs
 
 Missing: TypeAlias = Literal["skip", "drop", "error"]
-"""What happens to a constraint on an axis that is missing here: it is skipped, loses that axis, or is an error."""
+"""The fate of a constraint on an axis that is missing here: it is skipped, loses that axis, or is an error."""
 
 Indivisible: TypeAlias = Literal["error", "drop"]
-"""What happens to an axis that does not divide its dimension."""
+"""The fate of an axis that does not divide its dimension."""
 
 
 def with_sharding_constraint(
@@ -191,7 +191,7 @@ def _placement(value: Any, constraint: _Constraint | Sharding, caller: str) -> S
 @final
 @attrs.frozen(eq=False)
 class _Fitted:
-    """What is left of a spec on a mesh, for an array of some shape."""
+    """Returns the rest of a spec on a mesh, for an array of some shape."""
 
     spec: PartitionSpec | None  # None: the constraint is skipped
     errors: tuple[Finding, ...] = ()
@@ -286,14 +286,14 @@ def _error(
 @final
 @attrs.frozen
 class _LogicalAxes:
-    """What logical axes mean: hashable, since JAX keeps it in the key of what it has compiled."""
+    """The meaning of logical axes: hashable, since JAX keeps it in the key of what it has compiled."""
 
     axes: LogicalPairs | PartitionAxis
     mode: str | int
 
 
 _LOGICAL_AXES = jax.make_user_context(None)
-"""What `constrain` reads. JAX's own kind of context: a function compiled under other meanings is traced again."""
+"""The meaning of logical axes in JAX's own kind of context: a function compiled under another is traced again."""
 
 
 def logical_axes(

@@ -131,7 +131,7 @@ def test_a_file_that_is_missing_beside_others_is_reported(tmp_path: Path) -> Non
     write_headers(tmp_path, CHECKPOINTS["llama 2 7b"])
     (tmp_path / "model-00002.safetensors").unlink()
     with pytest.raises(
-        UsageError, match=r"model-00002\.safetensors: the index .* names this file, and it does not exist"
+        UsageError, match=r"model-00002\.safetensors: the index .* names this file, and it cannot be read: No such file"
     ):
         load_model(str(index))
 

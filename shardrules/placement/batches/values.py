@@ -17,12 +17,12 @@ _REMEDY = "Pass a numpy array, or keep it out of the batch"
 
 
 def is_rows(node: Any) -> bool:
-    """Whether a node of a batch is a list of numbers or of rows of numbers: one array, written as lists."""
+    """Returns whether a node of a batch is one array, written as lists of numbers or of rows of numbers."""
     return isinstance(node, list) and all(map(_is_row, node)) and any(map(_has_number, node))
 
 
 def has_equal_parts(batch: Any) -> bool:
-    """Whether a batch has a list of equal parts with arrays, as loaders hand out that do not stack their rows."""
+    """Returns whether a batch has a list of equal parts with arrays, as of loaders that do not stack their rows."""
     lists = [node for node in jax.tree.leaves(batch, is_leaf=_is_list) if _is_list(node)]
     return any(len(parts) > 1 and len({_structure(part) for part in parts}) == 1 for parts in lists)
 

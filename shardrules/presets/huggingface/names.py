@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardrules.checkpoints.headers import read_headers
-from shardrules.checkpoints.names import Name, refuse
+from shardrules.checkpoints.leaves import refuse
+from shardrules.checkpoints.names import Name
 from shardrules.core.storage.files import as_path
 
 _PREFIXES = (

@@ -1,7 +1,5 @@
-"""What a checkpoint takes from a tree, and what it refuses."""
+"""Leaves that savers take from trees and loaders ask for, and what they refuse."""
 
-import enum
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -12,8 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.checkpoints.saved import saved_leaves
-from shardrules.core.errors import CheckpointError, ConfigTypeError
+from shardrules.checkpoints.leaves import requested_leaves, saved_leaves, with_values
+from shardrules.core.errors import ConfigTypeError
+from shardrules.placement.destination import resolve_destination
 
 
 def supported(_: np.dtype) -> str:
@@ -81,52 +80,26 @@ def test_placed_arrays_are_local_in_one_process() -> None:
     assert leaves[0].is_local
 
 
-FORMATS = {
-    "safetensors": (sr.save_safetensors, sr.load_safetensors),
-    "equinox": (sr.save_equinox, sr.load_equinox),
-    "orbax": (sr.save_orbax, sr.load_orbax),
-}
+@pytest.mark.parametrize("count", [None, 8])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_keys_are_made_of_their_numbers(count: int | None, impl: str) -> None:
+    def make() -> jax.Array:
+        key = jax.random.key(3, impl=impl)
+        return key if count is None else jax.random.split(key, count)
+
+    keys, like = make(), {"key": jax.eval_shape(make)}
+    numbers = np.asarray(jax.random.key_data(keys))
+    destination = resolve_destination(like, P("data") if keys.ndim else P(), sr.create_mesh("data:8"))
+    [leaf] = requested_leaves(like, destination, "load")
+    assert (leaf.shape, leaf.dtype) == (numbers.shape, np.uint32)
+    placed = with_values(destination, [leaf], [numbers])["key"]
+    assert placed.dtype == keys.dtype
+    assert placed.sharding == destination.shardings[0]
+    np.testing.assert_array_equal(jax.random.key_data(placed), numbers)
 
 
-class Phase(enum.IntEnum):
-    WARM = 1
-    TRAIN = 2
-
-
-class Rate(float):
-    """A subclass of a Python number."""
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_subclasses_of_numbers_come_back_as_they_were(name: str, tmp_path: Path) -> None:
-    save, load = FORMATS[name]
-    mesh = sr.create_mesh("data:8")
-    tree = {"phase": Phase.TRAIN, "rate": Rate(0.5), "truth": True}
-    save(tmp_path / "saved", tree)
-    restored = load(tmp_path / "saved", {"phase": Phase.WARM, "rate": Rate(0), "truth": False}, P(), mesh)
-    assert restored == tree
-    assert [type(value) for value in restored.values()] == [Phase, Rate, bool]
-    with pytest.raises(CheckpointError, match=r"(?s)value: .*value: "):
-        load(tmp_path / "saved", {"phase": True, "rate": 0.0, "truth": 1}, P(), mesh)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_number_that_an_enum_lacks_is_an_error_with_its_path(name: str, tmp_path: Path) -> None:
-    save, load = FORMATS[name]
-    save(tmp_path / "saved", {"phase": 7})
-    with pytest.raises(CheckpointError, match="phase: 7 cannot become a Phase"):
-        load(tmp_path / "saved", {"phase": Phase.WARM}, P(), sr.create_mesh("data:8"))
-
-
-@pytest.mark.parametrize("name", ["safetensors", "orbax"])
-def test_a_path_with_half_a_surrogate_pair_is_refused(name: str, tmp_path: Path) -> None:
-    save, _ = FORMATS[name]
-    with pytest.raises(CheckpointError, match=r"name: w\\ud800.* is not valid Unicode"):
-        save(tmp_path / "saved", {"w\ud800": np.ones(3)})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_format_without_paths_takes_half_a_surrogate_pair(tmp_path: Path) -> None:
-    tree = {"w\ud800": np.ones(3, np.float32)}
-    sr.save_equinox(tmp_path / "saved", tree)
-    assert (sr.load_equinox(tmp_path / "saved", tree, P(), sr.create_mesh("data:8"))["w\ud800"] == 1).all()
+def test_keys_of_another_kind_are_an_error() -> None:
+    like = {"key": jax.eval_shape(lambda: jax.random.key(0, impl="unsafe_rbg"))}
+    destination = resolve_destination(like, P(), sr.create_mesh("data:8"))
+    with pytest.raises(sr.errors.CheckpointError, match=r"key holds key<rbg>, expected key<urbg>"):
+        with_values(destination, requested_leaves(like, destination, "load"), [jax.random.key(0, impl="rbg")])
