@@ -23,7 +23,7 @@ from shardrules.core.errors import (
     shown,
     suggest,
 )
-from shardrules.core.patterns import compile_pattern, guarded
+from shardrules.core.patterns import compile_pattern
 from shardrules.core.spec import checked_spec, make_spec, trim
 from shardrules.core.tree import array_kind, survey, widest
 from shardrules.core.views.spec_trees import get_shardings_with_structure
@@ -159,15 +159,13 @@ def match_partition_rules(
         (compile_pattern(pattern, "match_partition_rules"), _checked_spec(pattern, spec)) for pattern, spec in rules
     ]
     tree_survey = survey(tree, None, reads_index=widest(reads_index(pattern) for pattern, _ in compiled))
-    paths = [leaf.path for leaf in tree_survey.kinds]
-    matchers = [(guarded(pattern, "search", paths, "match_partition_rules"), spec) for pattern, spec in compiled]
     specs: list[PartitionSpec] = []
     unmatched: dict[int, None] = {}
     for kind_index, leaf in enumerate(tree_survey.kinds):
         if strict and leaf.ndim == 0:
             specs.append(PartitionSpec())
             continue
-        spec = next((spec for matches, spec in matchers if matches(leaf.path)), None)
+        spec = next((spec for pattern, spec in compiled if pattern.search(leaf.path)), None)
         if spec is None:
             unmatched[kind_index] = None
             spec = PartitionSpec()
@@ -235,7 +233,7 @@ def create_pattern_based_partition_spec(
 
     def spec_for(name: str, array: Any) -> PartitionSpec:
         del array
-        return next((spec for regex, spec in compiled if guarded(regex, "search", [name], caller)(name)), default)
+        return next((spec for regex, spec in compiled if regex.search(name)), default)
 
     return spec_for
 
