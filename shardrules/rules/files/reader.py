@@ -23,13 +23,12 @@ axis = "data"
 ```
 
 A rule is a table with a `type` and the arguments of that rule, or a text such as `"shard_dim('model', 0)"`. With a
-`path` it applies to the leaves that match. Errors name the line of the value, and the path of keys to it.
+`path` it applies to the leaves that match. Errors name the path of keys to the value.
 """
 
 import functools
 import inspect
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -56,7 +55,6 @@ from shardrules.mesh.shape import mesh_shape
 from shardrules.rules.auto import AutoShardingRule
 from shardrules.rules.composite import CompositeShardingRule
 from shardrules.rules.dim import DimShardingRule
-from shardrules.rules.files.lines import KeyPath, key_lines
 from shardrules.rules.files.rules_file import Limits, RulesFile
 from shardrules.rules.fitted import FittedShardingRule
 from shardrules.rules.fsdp import FSDPShardingRule
@@ -72,6 +70,9 @@ from shardrules.rules.text import is_object_name, parse_op, parse_rule
 
 _T = TypeVar("_T")
 
+KeyPath: TypeAlias = tuple[str | int, ...]
+"""The keys and indices that lead to a value: `("rules", 0, "spec")`, which messages write `rules[0].spec`."""
+
 WHOLE = "-"
 """The entry of a spec for a dimension that no axis splits."""
 
@@ -84,7 +85,7 @@ _FORMER_TYPES = {"dim": "shard_dim"}
 
 
 def read_rules_file(file: Path) -> RulesFile:
-    """Reads a TOML file of rules. The error lists all that is wrong, each with the line, the key and a similar word."""
+    """Reads a TOML file of rules. The error lists all that is wrong, each with its key and a similar word."""
     try:
         text = read_text(file)
     except ConfigError as error:
@@ -96,15 +97,10 @@ def read_rules_text(text: str, file: Path) -> RulesFile:
     """Reads the text of a file of rules, which need not be written yet."""
     try:
         data = read_toml(text)
-    except tomllib.TOMLDecodeError as error:
-        match = re.search(r"at line (\d+)", str(error))
-        # Tomllib says "at end of document" then.
-        line = match[1] if match else text.count("\n") + 1
-        raise RulesFileError(f"{file}:{line}: invalid TOML: {error}") from error
     except ValueError as error:
         raise RulesFileError(f"{file}: invalid TOML: {error}") from error
     try:
-        return _Reader(file, key_lines(text)).read(data)
+        return _Reader(file).read(data)
     except RecursionError as error:
         raise RulesFileError(f"{file}: its rules nest too deeply") from error
 
@@ -127,7 +123,6 @@ class _Reader:
     """Turns tables into rules, and remembers which axes they use where."""
 
     file: Path
-    lines: Mapping[KeyPath, int]
     axes: list[tuple[str, str]] = attrs.Factory(list)
     problems: list[str] = attrs.Factory(list)
 
@@ -171,11 +166,9 @@ class _Reader:
         return RulesFileError(f"{self.place(path)}: {message}")
 
     def place(self, path: KeyPath) -> str:
-        """The file, the line of a key or of the nearest one around it, and the key path."""
-        around = (path[:length] for length in range(len(path), 0, -1))
-        line = next((self.lines[outer] for outer in around if outer in self.lines), None)
+        """The file and the key path."""
         keys = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
-        return f"{self.file}" + (f":{line}" if line else "") + (f": {keys}" if keys else "")
+        return f"{self.file}: {keys}" if keys else f"{self.file}"
 
     def _attempt(self, read: Callable[[], _T]) -> _T | None:
         """What `read` returns; an error becomes one of the problems, so that all of them are listed."""

@@ -43,10 +43,10 @@ class RulesFile:
     limits: Limits = Limits()
     file: Path = Path()
     axes: tuple[tuple[str, str], ...] = attrs.field(default=(), repr=False)
-    """The axes in the rules, each with its line and key path."""
+    """The axes in the rules, each with its file and key path."""
 
     def check_axes(self, mesh: AnyMesh) -> None:
-        """Raises an error with the line and the key path of each axis in the rules that a mesh lacks."""
+        """Raises an error with the key path of each axis in the rules that a mesh lacks."""
         self.check_axis_names(mesh.axis_names, f"the mesh is {mesh_text(mesh)}")
 
     def check_axis_names(self, names: Sequence[str], reason: str) -> None:
