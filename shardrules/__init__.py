@@ -31,7 +31,7 @@ _MODULES = {
     "DimShardingRule": "rules.dim",
     "FittedShardingRule": "rules.fitted",
     "FSDPShardingRule": "rules.fsdp",
-    "LogicalShardingRule": "rules.logical.rule",
+    "LogicalShardingRule": "rules.logical",
     "MemoryConstrainedShardingRule": "rules.memory",
     "RegexShardingRule": "rules.regex",
     "ReplicateShardingRule": "rules.replicate",

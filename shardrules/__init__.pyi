@@ -71,7 +71,7 @@ from shardrules.rules.dim import DimShardingRule as DimShardingRule
 from shardrules.rules.files.load import load_rules as load_rules
 from shardrules.rules.fitted import FittedShardingRule as FittedShardingRule
 from shardrules.rules.fsdp import FSDPShardingRule as FSDPShardingRule
-from shardrules.rules.logical.rule import LogicalShardingRule as LogicalShardingRule
+from shardrules.rules.logical import LogicalShardingRule as LogicalShardingRule
 from shardrules.rules.memory import MemoryConstrainedShardingRule as MemoryConstrainedShardingRule
 from shardrules.rules.regex import RegexShardingRule as RegexShardingRule
 from shardrules.rules.replicate import ReplicateShardingRule as ReplicateShardingRule

@@ -23,7 +23,7 @@ import attrs
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text, shown_mesh
+from shardrules.core.axes import AnyMesh, Axis, check_mesh, mesh_sizes, mesh_text, shown_mesh
 from shardrules.core.check import ambiguous_paths, check_leaves, idle_patterns, over_budget, with_templates
 from shardrules.core.context import current_mesh
 from shardrules.core.counterparts.bind import bind_decisions, same_arrays
@@ -163,6 +163,9 @@ class ShardingRule(abc.ABC):
 
     tree_budgets: tuple[int, ...] = from_fields(_joined_budgets, is_joined=True)
     """Limits, in bytes per device, on all arrays of the tree together. A plan that misses one has an error."""
+
+    named_axes: tuple[Axis | PartitionSpec | None, ...] = ()
+    """The axes and specs in the fields of the rule itself, which a mesh must have."""
 
     @abc.abstractmethod
     def apply(self, pytree: Any) -> Any:
@@ -660,6 +663,7 @@ class SpecTreeShardingRule(LeavesShardingRule):
 
     specs: tuple[tuple[str, PartitionSpec | None], ...] = attrs.field(converter=_as_pinned, eq=spec_key, repr=spec_code)
     parts = ()  # spares the search for rules among many thousand pins
+    named_axes = from_fields(lambda rule: tuple(spec for _, spec in rule.specs))
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         pinned = dict(self.specs)

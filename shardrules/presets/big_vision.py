@@ -16,7 +16,7 @@ from shardrules.core.rule import ShardingRule
 from shardrules.core.spec import pad
 from shardrules.core.tree import leaf_paths
 from shardrules.rules.fsdp import FSDPShardingRule
-from shardrules.rules.logical.rule import LogicalShardingRule
+from shardrules.rules.logical import LogicalShardingRule
 from shardrules.rules.pattern import check_beginning
 from shardrules.rules.regex import RegexShardingRule
 from shardrules.rules.text import DEFAULT_OPS, Ops, parse_call, parse_expression, parse_rule, register_op

@@ -60,6 +60,7 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
     # Of equal layers the tree may need only some split, so with that scope each leaf is decided by itself.
     reads_index = from_fields(lambda rule: "no" if rule.scope == "array" else "value")
     tree_budgets = from_fields(lambda rule: (rule.max_memory_per_device,) if rule.scope == "tree" else ())
+    named_axes = from_fields(lambda rule: rule.axis_names or ())
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         """Returns decisions for `leaves` that meet the limit. Raises `PlanError` when the tree cannot fit."""

@@ -58,8 +58,8 @@ from shardrules.rules.dim import DimShardingRule
 from shardrules.rules.files.rules_file import Limits, RulesFile
 from shardrules.rules.fitted import FittedShardingRule
 from shardrules.rules.fsdp import FSDPShardingRule
-from shardrules.rules.huggingface.rule import HuggingFaceShardingRule
-from shardrules.rules.logical.rule import LogicalShardingRule
+from shardrules.rules.late import HUGGING_FACE
+from shardrules.rules.logical import LogicalShardingRule
 from shardrules.rules.memory import MemoryConstrainedShardingRule
 from shardrules.rules.named_axes import named_axes
 from shardrules.rules.regex import RegexShardingRule
@@ -523,7 +523,10 @@ TYPES: Mapping[str, _RuleType] = MappingProxyType(
         ),
         "fitted": _rule_type(FittedShardingRule, rule=_Reader.fitted),
         "fsdp": _rule_type(FSDPShardingRule, axis=_Reader.axis),
-        "hf": _rule_type(HuggingFaceShardingRule, tensor=_Reader.axis, fsdp=_Reader.axis, head_dim=_Reader.number),
+        "hf": _RuleType(
+            HUGGING_FACE,
+            {"tensor": _Reader.axis, "fsdp": _Reader.axis, "head_dim": _Reader.number, "roles": _Reader.plain},
+        ),
         "logical": _rule_type(LogicalShardingRule, mapping=_Reader.names),
         "memory": _rule_type(
             MemoryConstrainedShardingRule,

@@ -1,5 +1,6 @@
 """Rules as TOML: every rule and composition, and the errors of invalid files."""
 
+import inspect
 from pathlib import Path
 
 import jax
@@ -127,6 +128,10 @@ def test_every_rule_has_a_type_and_every_type_is_tested() -> None:
 def test_every_argument_is_tested(name: str) -> None:
     text, _ = RULES[name]
     assert [key for key in TYPES[name].fields if f"{key} =" not in text] in ([], ["mesh"])
+
+
+def test_a_rule_that_is_imported_late_has_the_arguments_of_its_class() -> None:
+    assert [*TYPES["hf"].fields] == [*inspect.signature(HuggingFaceShardingRule).parameters]
 
 
 def test_consecutive_paths_become_one_rule(tmp_path: Path) -> None:

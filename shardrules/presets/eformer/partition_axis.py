@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import Axis, axis_tuple
 from shardrules.core.errors import ConfigError, SpecError, UnknownAxisError, suggest
-from shardrules.rules.logical.axes import (
+from shardrules.presets.eformer.axes import (
     BATCH,
     BIAS_HEAD_SEQ,
     BIAS_KV_SEQ,
@@ -39,16 +39,15 @@ from shardrules.rules.logical.axes import (
     LENGTH,
     MLP_INTERMEDIATE,
     MODE_DECODE,
-    MODE_TRAIN,
     QUERY_LENGTH,
     SP,
     TP,
     VOCAB,
-    LogicalAxis,
     as_dims,
     as_logical,
     check_mode,
 )
+from shardrules.rules.logical import MODE_TRAIN, AxisMeanings, LogicalAxis
 
 FieldAxis: TypeAlias = str | Sequence[Any] | EllipsisType | None
 """What a field accepts: a mesh axis, a sequence of them, `None` for none, `...` for the derived one."""
@@ -301,7 +300,7 @@ def _alias(field: str) -> Any:
 
 @final
 @attrs.frozen
-class PartitionAxis:
+class PartitionAxis(AxisMeanings):
     """Says which mesh axis splits which logical axis, in training and in generation.
 
     Five fields name the mesh axes of the kinds of parallelism (`None` where the mesh lacks one). The other fields are

@@ -198,7 +198,7 @@ def checkpoint_shapes(
     are not the `total_bytes` of the index.
 
     ```python
-    from shardrules.rules.huggingface.shapes import checkpoint_shapes
+    from shardrules.presets.huggingface.shapes import checkpoint_shapes
 
     config = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "torch_dtype": "bfloat16"}
     shapes = checkpoint_shapes(config, ["model.layers.0.mlp.down_proj.weight"])
@@ -233,7 +233,7 @@ def head_dim_of(config: Any) -> int | None:
     """Returns the size of an attention head of a configuration's text model; `None` where it has none.
 
     ```python
-    from shardrules.rules.huggingface.shapes import head_dim_of
+    from shardrules.presets.huggingface.shapes import head_dim_of
 
     assert head_dim_of({"hidden_size": 4096, "num_attention_heads": 32}) == 128
     ```

@@ -13,9 +13,9 @@ from shardrules.core.fields import integer
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf, conflict
 from shardrules.core.leaves import Leaves, Verdict
-from shardrules.core.rule import ChainShardingRule, LeavesShardingRule, ShardingRule
+from shardrules.core.rule import ChainShardingRule, LeavesShardingRule, ShardingRule, from_fields
+from shardrules.presets.huggingface.roles import FUSED, ROLE_NAMES, Parameter, Role, read_path
 from shardrules.rules.composite import CompositeShardingRule
-from shardrules.rules.huggingface.roles import FUSED, ROLE_NAMES, Parameter, Role, read_path
 
 _AUTO = "auto"
 _TENSOR_AXES = ("model", "tensor", "tp", "mp")
@@ -95,6 +95,7 @@ class HuggingFaceShardingRule(LeavesShardingRule):
     roles: tuple[tuple[str, Role], ...] = attrs.field(default=(), converter=_as_roles)
     reads_index = "no"
     parts = ()
+    named_axes = from_fields(lambda rule: tuple(axis for axis in (rule.tensor, rule.fsdp) if axis != "auto"))
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         """Returns one decision for each of `leaves`; the sizes of heads are read off the whole tree."""
@@ -131,7 +132,7 @@ def with_head_dim(rule: ShardingRule, head_dim: int) -> ShardingRule:
     """Returns a rule whose Hugging Face rules that have no `head_dim`, also those in chains and composites, have one.
 
     ```python
-    from shardrules.rules.huggingface.rule import with_head_dim
+    from shardrules.presets.huggingface.rule import with_head_dim
 
     assert str(with_head_dim(sr.parse_rule("hf(fsdp=None)|fsdp('data')"), 64)).count("head_dim=64") == 1
     ```

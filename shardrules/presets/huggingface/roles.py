@@ -87,7 +87,7 @@ def read_path(path: str, roles: Mapping[str, Role]) -> Parameter:
     """Returns what a path says of its parameter; `roles` takes precedence over `ROLES`.
 
     ```python
-    from shardrules.rules.huggingface.roles import read_path
+    from shardrules.presets.huggingface.roles import read_path
 
     parameter = read_path("model.layers.3.mlp.experts.17.gate_proj.weight", {})
     assert (parameter.role, parameter.parent) == ("columns", "model.layers.mlp.experts")
