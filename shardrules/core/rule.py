@@ -65,7 +65,7 @@ class _FromFields:
 
     compute: Callable[[Any], Any]
     is_joined: bool = False
-    """Whether it is nothing but what the rules inside have."""
+    """The attribute joins the values of the rules inside and adds nothing."""
 
     def __get__(self, rule: Any, owner: type | None = None) -> Any:
         return self if rule is None else self.compute(rule)
@@ -159,7 +159,7 @@ class ShardingRule(abc.ABC):
     """The rules in the fields of this one. A class that says so itself saves every plan from looking for them."""
 
     reads_index: ReadsIndex = "value"
-    """What the rule reads of list indices in paths. `"no"` lets the engine decide equal layers once."""
+    """The part of list indices in paths that the rule reads. `"no"` lets the engine decide equal layers once."""
 
     tree_budgets: tuple[int, ...] = from_fields(_joined_budgets, is_joined=True)
     """Limits, in bytes per device, on all arrays of the tree together. A plan that misses one has an error."""
@@ -272,7 +272,7 @@ class LeavesShardingRule(ShardingRule):
     """
 
     reads_index: ReadsIndex = from_fields(_joined_reads, is_joined=True)
-    """What the rule reads of list indices in paths: by default as much as the rules in its fields, `"value"` without.
+    """The part of list indices in paths that the rule reads: by default as the rules in its fields, else `"value"`.
 
     A rule around others that looks at `leaf.path` itself must assign `"value"`.
     """
@@ -315,7 +315,7 @@ class LeafShardingRule(LeavesShardingRule):
     """
 
     reads_index: ReadsIndex = "value"
-    """What the rule reads of list indices in paths. `"no"` lets the engine decide equal layers once."""
+    """The part of list indices in paths that the rule reads. `"no"` lets the engine decide equal layers once."""
 
     @abc.abstractmethod
     def decide(self, leaf: Leaf) -> Decision:
@@ -639,7 +639,7 @@ def _as_pinned(specs: Any) -> tuple[tuple[str, PartitionSpec | None], ...]:
 
 
 def _is_for_an_array(value: Any) -> bool:
-    """Whether a leaf of a tree of specs says how to place an array. What it says may be invalid."""
+    """Returns whether a leaf of a tree of specs says how to place an array. What it says may be invalid."""
     return isinstance(value, PartitionSpec | Sharding | str | int | float) or array_kind(value) is not None
 
 
@@ -691,8 +691,7 @@ class SpecTreeShardingRule(LeavesShardingRule):
 
 
 _SUGGESTIONS = 8
-"""How many dead pins get a suggestion. Each is compared with every leaf, so that twice as many take twice the time, and
-more of them mean that the tree is the wrong one."""
+"""The dead pins that get a suggestion: each is compared with every leaf, and more mean the wrong tree. Chosen by hand."""
 
 
 def _as_planned(plan: Any) -> tuple[tuple[str, tuple[int, ...], PartitionSpec], ...]:
@@ -782,7 +781,7 @@ class ShardingPlan:
 
     @functools.cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many leaves are of each kind."""
+        """The number of leaves of each kind."""
         return _all_leaves(self.survey).counts
 
     @functools.cached_property
@@ -848,7 +847,7 @@ class ShardingPlan:
 
     @functools.cached_property
     def findings(self) -> tuple[Finding, ...]:
-        """What is worth knowing about the plan, errors first. Equal layers share one finding."""
+        """The findings about the plan, errors first. Equal layers share one finding."""
         findings = [*check_leaves(self.kinds, self.decisions, self.counts, self.mesh), *self.rule_findings]
         return merged(with_templates(findings, self.survey))
 

@@ -21,7 +21,7 @@ from shardrules.rules.auto import as_axes
 from shardrules.rules.budget import LeafGroup, Option, choose, smallest_budget
 
 Scope: TypeAlias = Literal["array", "tree"]
-"""What the limit applies to: each array by itself, or all arrays of the tree together."""
+"""The arrays that the limit applies to: each array by itself, or all arrays of the tree together."""
 
 
 @final

@@ -25,7 +25,7 @@ PatternValue: TypeAlias = PartitionSpec | ShardingRule | str | None
 """The value of a pattern: a spec, a rule, a rule in text form, or `None` for no opinion."""
 
 Unmatched: TypeAlias = Literal["skip", "replicate", "error"]
-"""What to do with a leaf that no pattern matches."""
+"""The treatment of a leaf that no pattern matches."""
 
 
 def _as_pattern_pairs(

@@ -1,4 +1,4 @@
-"""What `plan.explain` prints: which rule decided a leaf, and what every other rule would have decided."""
+"""The text of `plan.explain`: which rule decided a leaf, and what every other rule would have decided."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -84,7 +84,7 @@ def _decision_about(call: RuleCall, kind: int) -> Decision | None:
 
 
 def _alone(rule: Any, leaves: Leaves, kind: int, decide: Callable[[Any, Leaves], Verdict]) -> str:
-    """What `rule` would have decided, had no rule before it decided."""
+    """The decision that `rule` would have made, had no rule before it decided."""
     # Without what others settled, and without adding to the record of the plan's own calls.
     alone = attrs.evolve(leaves.select([leaves.kind_indices.index(kind)]), settled=(), calls=[])
     try:

@@ -1,4 +1,4 @@
-"""Which mesh axis splits which kind of dimension: one value that configures a whole family of models.
+"""The mesh axes that split each kind of dimension: one value that configures a whole family of models.
 
 A `PartitionAxis` starts from five names, one for each kind of parallelism, and derives from them which mesh axis splits
 the batch, the sequence, the heads and so on. Each of these can also be set explicitly. Model code then speaks of
@@ -50,10 +50,10 @@ from shardrules.presets.eformer.axes import (
 from shardrules.rules.logical import MODE_TRAIN, AxisMeanings, LogicalAxis
 
 FieldAxis: TypeAlias = str | Sequence[Any] | EllipsisType | None
-"""What a field accepts: a mesh axis, a sequence of them, `None` for none, `...` for the derived one."""
+"""The values that a field accepts: a mesh axis, a sequence of them, `None` for none, `...` for the derived one."""
 
 GenerationAxis: TypeAlias = "LogicalAxis | EllipsisType"
-"""What a registered axis means in generation: a logical axis, or `...` for the same as in training."""
+"""The meaning of a registered axis in generation: a logical axis, or `...` for the same as in training."""
 
 _MESH_FIELDS: Final = {
     DP: "data_parallel_axis",
@@ -150,7 +150,7 @@ class AxisFields(TypedDict, total=False):
 
 
 _NAMES: Final = (*_FIELDS, *AxisFields.__annotations__)
-"""What has a meaning without being registered: logical axes, and fields by their own names."""
+"""Names that have a meaning without being registered: logical axes, and fields by their own names."""
 
 
 def _signature() -> inspect.Signature:
@@ -171,7 +171,7 @@ def _signature() -> inspect.Signature:
 
 
 def _is_logical_name(name: str) -> bool:
-    """Whether `name` has the form of a logical axis, `__NAME__` or `_`, so that it cannot mean a mesh axis."""
+    """Returns whether `name` has the form of a logical axis, `__NAME__` or `_`, so that it cannot mean a mesh axis."""
     return name == EMPTY or (len(name) > 4 and name.startswith("__") and name.endswith("__"))
 
 

@@ -23,12 +23,12 @@ _FSDP_AXES = ("fsdp", "data", "dp")
 _EXPERT_AXES = ("expert", "ep")
 
 _USUAL_HEAD_DIM = 128
-"""What most large models have. Where the size of heads is unknown, shards that are no multiple of it are reported: with
+"""The size in most large models. Where the size is unknown, shards that are no multiple of it are reported: with
 256 that would be most models on most meshes, with 64 it would miss heads of 128 that are cut in half."""
 
 _SMALL_BYTES = 2**20
-"""Below this, what tensor parallelism keeps whole, such as a router, is not worth gathering in each step. Doubled, a
-device keeps up to twice as many bytes; halved, each layer has more small messages."""
+"""Below this, what tensor parallelism keeps whole, such as a router, is not worth gathering in each step. Chosen
+by hand."""
 
 _WORDS: Mapping[str, str] = {
     "heads": "query heads",
@@ -181,7 +181,7 @@ def _query_sizes(parameters: Sequence[tuple[Parameter, Leaf]]) -> dict[str, int]
 
 
 def _orders(parameters: Sequence[tuple[Parameter, Leaf]]) -> tuple[bool, bool]:
-    """Whether the matrices of GPT-2, and the packed ones of GPTQ and AWQ, are (in, out)."""
+    """Returns whether the matrices of GPT-2, and the packed ones of GPTQ and AWQ, are (in, out)."""
     wide = [leaf.shape[-2:] for parameter, leaf in parameters if parameter.module == "c_fc" and leaf.ndim > 1]
     return bool(wide) and wide[0][0] < wide[0][1], any(parameter.name == "qweight" for parameter, _ in parameters)
 
@@ -189,7 +189,7 @@ def _orders(parameters: Sequence[tuple[Parameter, Leaf]]) -> tuple[bool, bool]:
 @final
 @attrs.frozen
 class _Layout:
-    """How a whole checkpoint is split: the axes, and what all of its parameters together say about one of them."""
+    """The split of a whole checkpoint: the axes, and what all of its parameters together say about one of them."""
 
     axes: _Axes
     head_dims: Mapping[str, int]
@@ -322,7 +322,7 @@ class _Layout:
         return decision, ""
 
     def _noun(self, leaf: Leaf, parameter: Parameter, dims: "_Dims", dim: int) -> str:
-        """What the tensor axis splits."""
+        """The part that the tensor axis splits."""
         if dim == dims.expert:
             return "experts"
         if parameter.module in FUSED and dim == dims.outputs:

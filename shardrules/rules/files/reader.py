@@ -78,7 +78,7 @@ WHOLE = "-"
 
 _KEYS = ("mesh", "optimizer", "limits", "rule", "rules")
 _RULE_KEYS = ("path", "spec", "type", "rule")
-"""What a table that is a rule may begin with; a `type` has further keys of its own."""
+"""The keys that a table for a rule may begin with; a `type` has further keys of its own."""
 
 _FORMER_TYPES = {"dim": "shard_dim"}
 """Names of rules in files that were written before they changed, and the names now."""
@@ -171,7 +171,7 @@ class _Reader:
         return f"{self.file}: {keys}" if keys else f"{self.file}"
 
     def _attempt(self, read: Callable[[], _T]) -> _T | None:
-        """What `read` returns; an error becomes one of the problems, so that all of them are listed."""
+        """The result of `read`; an error becomes one of the problems, so that all of them are listed."""
         try:
             return read()
         except RulesFileError as error:
@@ -188,13 +188,13 @@ class _Reader:
         table: Mapping[str, Any],
         path: KeyPath,
     ) -> dict[str, Any]:
-        """What the readers return for the keys of a table that they are for; `check` refuses the other keys."""
+        """The values that the readers return for their keys of a table; `check` refuses the other keys."""
         keys = [key for key in table if key in readers]
         reads = [functools.partial(readers[key], table[key], (*path, key)) for key in keys]
         return dict(zip(keys, self._each(check, *reads)[1:], strict=True))
 
     def _each(self, *reads: Callable[[], Any]) -> list[Any]:
-        """What each of `reads` returns. All are called: of several errors the last is raised, the others are noted."""
+        """The results of `reads`. All are called: of several errors the last is raised, the others are noted."""
         values: list[Any] = []
         errors: list[RulesFileError] = []
         for read in reads:
@@ -209,7 +209,7 @@ class _Reader:
         return values
 
     def _guard(self, make: Callable[[], Any], path: KeyPath) -> Any:
-        """What `make` returns; errors of the library get the location."""
+        """The result of `make`; errors of the library get the location."""
         try:
             return make()
         except RulesFileError:
@@ -236,7 +236,7 @@ class _Reader:
         return value
 
     def limits(self, value: Any, path: KeyPath) -> Limits:
-        """What `shardrules check` holds a plan against."""
+        """The limits that `shardrules check` holds a plan against."""
         if not isinstance(value, dict):
             raise self.error(path, f'must be a table, [limits] with budget = "16GiB"; got {value!r:.60}')
         readers: Mapping[str, Callable[[Any, KeyPath], Any]] = {
