@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias, final, get_args
 import attrs
 
 Role: TypeAlias = Literal["heads", "kv_heads", "columns", "rows", "vocab", "whole", "vector"]
-"""The purpose of a module: making query heads, or key and value heads; widening or narrowing the activations; a table of
-the vocabulary; whole on each device of the tensor axis; or a vector, such as a norm, that every device keeps."""
+"""The purpose of a module: making query heads, or key and value heads; widening or narrowing the activations; a table
+of the vocabulary; whole on each device of the tensor axis; or a vector, such as a norm, that every device keeps."""
 
 ROLE_NAMES: tuple[Role, ...] = get_args(Role)
 
