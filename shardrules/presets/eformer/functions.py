@@ -114,6 +114,7 @@ def create_pattern_based_partition_spec(
         entries = tuple(
             () if dim.strip() == "None" else tuple(name.strip() for name in dim.split("+")) for dim in dims.split(".")
         )
+        # An empty pattern would match every name, and an empty axis would split nothing, without a word.
         parts = [*(part.strip() for part in patterns.split("|")), *(name for entry in entries for name in entry)]
         if not arrow or not all(parts):
             raise PatternError(

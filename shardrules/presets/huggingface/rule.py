@@ -122,6 +122,7 @@ class HuggingFaceShardingRule(LeavesShardingRule):
             )
             hint = "Name them: HuggingFaceShardingRule(tensor=..., fsdp=...), or hf(tensor='...', fsdp='...') as text"
             raise leaf.error(self, why, hint)
+        # An axis that one of the two uses cannot split experts too.
         used = [name for axis in (tensor, fsdp) if axis is not None for name in axis_tuple(axis)]
         expert = next((name for name in _EXPERT_AXES if name in sizes and name not in used), None)
         useful = [None if axis is None or leaf.axis_size(axis) == 1 else axis for axis in (tensor, fsdp, expert)]
@@ -206,6 +207,7 @@ class _Layout:
         if role in (None, "vector") or leaf.size <= 1:
             return _replicated(leaf, "a vector")
         dims = self._dims(leaf, parameter)
+        # Experts first, then the tensor axis, whose dimension says which one is left for FSDP.
         decision = leaf.skip("")
         words: list[str] = []
         findings: list[Finding] = []
