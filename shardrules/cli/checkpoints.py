@@ -23,7 +23,7 @@ from shardrules.cli.files import read_text
 from shardrules.core.errors import CheckpointError
 from shardrules.core.finding import Finding
 from shardrules.core.storage.records import read_json
-from shardrules.rules.huggingface.shapes import checkpoint_shapes, head_dim_of
+from shardrules.presets.huggingface.shapes import checkpoint_shapes, head_dim_of
 
 
 @final

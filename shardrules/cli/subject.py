@@ -22,7 +22,7 @@ from shardrules.core.fields import whole_number
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.mesh.shape import mesh_shape
-from shardrules.rules.huggingface.rule import with_head_dim
+from shardrules.presets.huggingface.rule import with_head_dim
 
 
 @final

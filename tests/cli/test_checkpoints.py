@@ -10,8 +10,8 @@ import shardrules as sr
 from shardrules.cli.errors import UsageError
 from shardrules.cli.models import load_model
 from shardrules.core.check import LARGE_BYTES
-from shardrules.rules.huggingface.rule import with_head_dim
-from shardrules.rules.huggingface.shapes import checkpoint_shapes
+from shardrules.presets.huggingface.rule import with_head_dim
+from shardrules.presets.huggingface.shapes import checkpoint_shapes
 from tests.cli.command import NO_BACKEND, shardrules
 from tests.presets.huggingface.checkpoints import CHECKPOINTS, Checkpoint
 

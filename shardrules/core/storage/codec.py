@@ -28,7 +28,7 @@ _KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 @final
 @attrs.frozen
 class SavedPlan:
-    """What the text of a plan holds: for each kind of leaf its paths, the leaf and its decision."""
+    """The content of a plan's text: for each kind of leaf its paths, the leaf and its decision."""
 
     mesh: AbstractMesh | None
     groups: tuple[tuple[list[str], Leaf, Decision], ...]

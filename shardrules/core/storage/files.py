@@ -12,8 +12,8 @@ from shardrules.core.check import bytes_text
 from shardrules.core.errors import ConfigError, ConfigTypeError, shown, suggest
 
 _MOST_BYTES = 2**29
-"""512 MiB: the plan of a model of a million kinds takes less, and a checkpoint named by mistake takes more. Doubled, a
-small checkpoint is read and fails later, as JSON; halved, nothing that exists is refused."""
+"""512 MiB: the plan of a model of a million kinds takes less, and a checkpoint named by mistake takes more. Chosen
+by hand."""
 
 
 def as_path(path: Any, caller: str) -> Path:

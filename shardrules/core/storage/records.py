@@ -14,7 +14,7 @@ from shardrules.core.errors import ShardRulesError
 from shardrules.core.fields import LARGEST_INTEGER
 
 SAVE_AGAIN = "If an earlier version of shardrules wrote it, save it again with this version"
-"""What an error for fields that do not fit says to do."""
+"""The remedy in errors about fields that do not fit."""
 
 
 def read_json(text: str | bytes, **options: Any) -> Any:

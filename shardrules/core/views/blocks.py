@@ -1,4 +1,4 @@
-"""Which device holds which block of an array: of any number of dimensions, over any mesh."""
+"""The blocks of an array and the devices that hold them: of any number of dimensions, over any mesh."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ class Block:
 @final
 @attrs.frozen
 class Blocks:
-    """How an array is split into blocks, and which devices hold them. `shardrules.picture` draws it.
+    """The blocks that an array is split into, and the devices that hold them. `shardrules.picture` draws it.
 
     ```python
     from shardrules.core.views.blocks import Blocks

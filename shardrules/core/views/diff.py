@@ -1,4 +1,4 @@
-"""What differs between two plans."""
+"""The differences between two plans."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from shardrules.core.views.table import MOST_ROWS
 @final
 @attrs.frozen
 class Placement:
-    """How one leaf is placed; `spec` is its placement in canonical form, as text."""
+    """The placement of one leaf; `spec` is its placement in canonical form, as text."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -28,7 +28,7 @@ class Placement:
 @final
 @attrs.frozen
 class Placements:
-    """How all leaves of a plan are placed, from path to placement, and the mesh as text."""
+    """The placements of all leaves of a plan, from path to placement, and the mesh as text."""
 
     mesh: str
     leaves: Mapping[str, Placement]

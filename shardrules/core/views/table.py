@@ -21,9 +21,8 @@ BYTES_COLUMN = 4
 """The column with numbers, which is aligned to the right."""
 
 MOST_ROWS = 400
-"""How many rows tables print unless they are asked for more. Chosen by hand: equal layers share a row, so that models
-that people write have fewer. Doubled, tables of a million rows scroll longer; halved, models with many small modules
-are cut."""
+"""The rows that tables print unless they are asked for more. Chosen by hand: equal layers share a row, so that models
+that people write have fewer."""
 
 
 @final
@@ -88,7 +87,7 @@ def rows(
 @final
 @attrs.frozen
 class Totals:
-    """How many arrays a plan has, and what they take: each counted once, and on one device."""
+    """The arrays of a plan and their bytes: each counted once, and on one device."""
 
     leaf_count: int
     total_bytes: int

@@ -11,7 +11,7 @@ import jax
 
 from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import ConfigError
-from shardrules.mesh.creation import AxisTypes
+from shardrules.mesh.axis_types import AxisTypes
 from shardrules.rules.how import HowEach, is_entry
 
 Donate: TypeAlias = Literal["none", "all", "all-except-first", "warn", "warn-except-first"] | Sequence[int | str]

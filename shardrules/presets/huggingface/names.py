@@ -13,7 +13,7 @@ _PREFIXES = (
     *("", "model", "language_model.model", "model.language_model", "language_model", "model.text_model"),
     *("transformer", "gpt_neox", "backbone", "model.decoder"),
 )
-"""What checkpoints have in front of a text model's names."""
+"""Prefixes of a text model's names in checkpoints."""
 
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens"
 

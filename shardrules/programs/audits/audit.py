@@ -9,7 +9,7 @@ from shardrules.checks.placed import mesh_for
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.callables import name_of
 from shardrules.core.spec import spec_repr
-from shardrules.mesh.creation import AxisTypes
+from shardrules.mesh.axis_types import AxisTypes
 from shardrules.programs.audits.checks.run import run_checks
 from shardrules.programs.audits.facts import AuditFacts, spec_text
 from shardrules.programs.audits.modules import module_costs

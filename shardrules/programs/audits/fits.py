@@ -23,7 +23,7 @@ from shardrules.core.fields import integer, read_bytes
 from shardrules.core.spec import UNCONSTRAINED, entries
 from shardrules.core.tree import array_kind
 from shardrules.core.views.table import aligned
-from shardrules.mesh.creation import AxisTypes
+from shardrules.mesh.axis_types import AxisTypes
 from shardrules.programs.audits.memory import MEMORY_REMEDIES, MemoryUse, memory_use
 from shardrules.programs.compiled.program import read_program
 from shardrules.programs.compiling.arguments import read_arguments

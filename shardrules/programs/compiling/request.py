@@ -8,7 +8,7 @@ import attrs
 from jax.sharding import Mesh
 
 from shardrules.core.axes import AnyMesh
-from shardrules.mesh.creation import AxisTypes, normalize_axis_types
+from shardrules.mesh.axis_types import AxisTypes, normalize_axis_types
 from shardrules.programs.compiling.arguments import Arguments, donated_arguments, read_arguments
 from shardrules.programs.compiling.compile import Compiled, compile_for, trace
 from shardrules.programs.compiling.flags import compiler_options

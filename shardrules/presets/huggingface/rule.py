@@ -13,9 +13,9 @@ from shardrules.core.fields import integer
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf, conflict
 from shardrules.core.leaves import Leaves, Verdict
-from shardrules.core.rule import ChainShardingRule, LeavesShardingRule, ShardingRule
+from shardrules.core.rule import ChainShardingRule, LeavesShardingRule, ShardingRule, from_fields
+from shardrules.presets.huggingface.roles import FUSED, ROLE_NAMES, Parameter, Role, read_path
 from shardrules.rules.composite import CompositeShardingRule
-from shardrules.rules.huggingface.roles import FUSED, ROLE_NAMES, Parameter, Role, read_path
 
 _AUTO = "auto"
 _TENSOR_AXES = ("model", "tensor", "tp", "mp")
@@ -23,12 +23,12 @@ _FSDP_AXES = ("fsdp", "data", "dp")
 _EXPERT_AXES = ("expert", "ep")
 
 _USUAL_HEAD_DIM = 128
-"""What most large models have. Where the size of heads is unknown, shards that are no multiple of it are reported: with
+"""The size in most large models. Where the size is unknown, shards that are no multiple of it are reported: with
 256 that would be most models on most meshes, with 64 it would miss heads of 128 that are cut in half."""
 
 _SMALL_BYTES = 2**20
-"""Below this, what tensor parallelism keeps whole, such as a router, is not worth gathering in each step. Doubled, a
-device keeps up to twice as many bytes; halved, each layer has more small messages."""
+"""Below this, what tensor parallelism keeps whole, such as a router, is not worth gathering in each step. Chosen
+by hand."""
 
 _WORDS: Mapping[str, str] = {
     "heads": "query heads",
@@ -95,6 +95,7 @@ class HuggingFaceShardingRule(LeavesShardingRule):
     roles: tuple[tuple[str, Role], ...] = attrs.field(default=(), converter=_as_roles)
     reads_index = "no"
     parts = ()
+    named_axes = from_fields(lambda rule: tuple(axis for axis in (rule.tensor, rule.fsdp) if axis != "auto"))
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         """Returns one decision for each of `leaves`; the sizes of heads are read off the whole tree."""
@@ -121,6 +122,7 @@ class HuggingFaceShardingRule(LeavesShardingRule):
             )
             hint = "Name them: HuggingFaceShardingRule(tensor=..., fsdp=...), or hf(tensor='...', fsdp='...') as text"
             raise leaf.error(self, why, hint)
+        # An axis that one of the two uses cannot split experts too.
         used = [name for axis in (tensor, fsdp) if axis is not None for name in axis_tuple(axis)]
         expert = next((name for name in _EXPERT_AXES if name in sizes and name not in used), None)
         useful = [None if axis is None or leaf.axis_size(axis) == 1 else axis for axis in (tensor, fsdp, expert)]
@@ -131,7 +133,7 @@ def with_head_dim(rule: ShardingRule, head_dim: int) -> ShardingRule:
     """Returns a rule whose Hugging Face rules that have no `head_dim`, also those in chains and composites, have one.
 
     ```python
-    from shardrules.rules.huggingface.rule import with_head_dim
+    from shardrules.presets.huggingface.rule import with_head_dim
 
     assert str(with_head_dim(sr.parse_rule("hf(fsdp=None)|fsdp('data')"), 64)).count("head_dim=64") == 1
     ```
@@ -180,7 +182,7 @@ def _query_sizes(parameters: Sequence[tuple[Parameter, Leaf]]) -> dict[str, int]
 
 
 def _orders(parameters: Sequence[tuple[Parameter, Leaf]]) -> tuple[bool, bool]:
-    """Whether the matrices of GPT-2, and the packed ones of GPTQ and AWQ, are (in, out)."""
+    """Returns whether the matrices of GPT-2, and the packed ones of GPTQ and AWQ, are (in, out)."""
     wide = [leaf.shape[-2:] for parameter, leaf in parameters if parameter.module == "c_fc" and leaf.ndim > 1]
     return bool(wide) and wide[0][0] < wide[0][1], any(parameter.name == "qweight" for parameter, _ in parameters)
 
@@ -188,7 +190,7 @@ def _orders(parameters: Sequence[tuple[Parameter, Leaf]]) -> tuple[bool, bool]:
 @final
 @attrs.frozen
 class _Layout:
-    """How a whole checkpoint is split: the axes, and what all of its parameters together say about one of them."""
+    """The split of a whole checkpoint: the axes, and what all of its parameters together say about one of them."""
 
     axes: _Axes
     head_dims: Mapping[str, int]
@@ -205,6 +207,7 @@ class _Layout:
         if role in (None, "vector") or leaf.size <= 1:
             return _replicated(leaf, "a vector")
         dims = self._dims(leaf, parameter)
+        # Experts first, then the tensor axis, whose dimension says which one is left for FSDP.
         decision = leaf.skip("")
         words: list[str] = []
         findings: list[Finding] = []
@@ -321,7 +324,7 @@ class _Layout:
         return decision, ""
 
     def _noun(self, leaf: Leaf, parameter: Parameter, dims: "_Dims", dim: int) -> str:
-        """What the tensor axis splits."""
+        """The part that the tensor axis splits."""
         if dim == dims.expert:
             return "experts"
         if parameter.module in FUSED and dim == dims.outputs:

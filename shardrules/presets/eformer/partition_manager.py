@@ -7,8 +7,9 @@ import attrs
 from jax.sharding import PartitionSpec
 
 from shardrules.core.errors import ConfigError, ConfigTypeError
-from shardrules.rules.logical.axes import MODE_TRAIN, DynamicShardingAxes, LogicalAxis
-from shardrules.rules.logical.partition_axis import PartitionAxis
+from shardrules.presets.eformer.axes import DynamicShardingAxes
+from shardrules.presets.eformer.partition_axis import PartitionAxis
+from shardrules.rules.logical import MODE_TRAIN, LogicalAxis
 
 
 def _check_partition_axis(manager: Any, field: Any, value: Any) -> None:

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardrules.core.errors import ConfigError, ConfigTypeError, SpecError
-from shardrules.rules.logical import axes as logical_axes
-from shardrules.rules.logical.axes import (
+from shardrules.presets.eformer import axes as logical_axes
+from shardrules.presets.eformer.axes import (
     BATCH,
     EMBED,
     HEAD,
@@ -31,8 +31,8 @@ from shardrules.rules.logical.axes import (
     RowWise,
     UnifiedExpertColumnWise,
 )
-from shardrules.rules.logical.partition_axis import PartitionAxis, RegisteredAxis
-from shardrules.rules.logical.partition_manager import PartitionManager
+from shardrules.presets.eformer.partition_axis import PartitionAxis, RegisteredAxis
+from shardrules.presets.eformer.partition_manager import PartitionManager
 
 BATCHES = ("fsdp", "dp")
 

@@ -1,4 +1,4 @@
-"""Coming from eformer's `escale`: its functions and its logical axes, on the engine of shardrules."""
+"""The functions of eformer's `escale`, on the engine of shardrules."""
 
 import math
 import re
@@ -9,8 +9,6 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardrules.checks.analyzer import analyze_sharding_strategy
-from shardrules.checks.monitor import create_monitored_function
 from shardrules.core.axes import AnyMesh, Axis, as_axis, axis_tuple, check_mesh, mesh_sizes, mesh_text
 from shardrules.core.context import current_mesh
 from shardrules.core.errors import (
@@ -23,116 +21,11 @@ from shardrules.core.errors import (
     shown,
     suggest,
 )
-from shardrules.core.patterns import compile_pattern, guarded
+from shardrules.core.patterns import compile_pattern
 from shardrules.core.spec import checked_spec, make_spec, trim
 from shardrules.core.tree import array_kind, survey, widest
-from shardrules.core.views.spec_trees import get_shardings_with_structure
-from shardrules.placement.gather import make_shard_and_gather_fns
 from shardrules.rules.auto import auto_entries
-from shardrules.rules.logical.axes import (
-    BATCH,
-    BIAS_HEAD_SEQ,
-    BIAS_KV_SEQ,
-    DP,
-    EMBED,
-    EMPTY,
-    EP,
-    EXPERT,
-    EXPERT_GATE,
-    FSDP,
-    HEAD,
-    HEAD_DIM,
-    KV_HEAD,
-    KV_HEAD_DIM,
-    KV_LENGTH,
-    LENGTH,
-    MLP_INTERMEDIATE,
-    MODE_DECODE,
-    MODE_INSERT,
-    MODE_PREFILL,
-    MODE_TRAIN,
-    QUERY_LENGTH,
-    SP,
-    TP,
-    VOCAB,
-    AttnKVSharding,
-    AttnQSharding,
-    ColumnWise,
-    DynamicShardingAxes,
-    ExpertActivations,
-    ExpertActivationsAlt,
-    ExpertColumnWise,
-    ExpertColumnWiseAlt,
-    ExpertRowWise,
-    ExpertRowWiseAlt,
-    ExpertTensorParallel,
-    HiddenStateSharding,
-    Replicated,
-    RowWise,
-    SColumnWise,
-    SRowWise,
-    UnifiedExpertColumnWise,
-    UnifiedExpertRowWise,
-)
-from shardrules.rules.logical.partition_axis import PartitionAxis, RegisteredAxis
-from shardrules.rules.logical.partition_manager import PartitionManager
 from shardrules.rules.pattern import reads_index
-
-__all__ = [
-    "BATCH",
-    "BIAS_HEAD_SEQ",
-    "BIAS_KV_SEQ",
-    "DP",
-    "EMBED",
-    "EMPTY",
-    "EP",
-    "EXPERT",
-    "EXPERT_GATE",
-    "FSDP",
-    "HEAD",
-    "HEAD_DIM",
-    "KV_HEAD",
-    "KV_HEAD_DIM",
-    "KV_LENGTH",
-    "LENGTH",
-    "MLP_INTERMEDIATE",
-    "MODE_DECODE",
-    "MODE_INSERT",
-    "MODE_PREFILL",
-    "MODE_TRAIN",
-    "QUERY_LENGTH",
-    "SP",
-    "TP",
-    "VOCAB",
-    "AttnKVSharding",
-    "AttnQSharding",
-    "ColumnWise",
-    "DynamicShardingAxes",
-    "ExpertActivations",
-    "ExpertActivationsAlt",
-    "ExpertColumnWise",
-    "ExpertColumnWiseAlt",
-    "ExpertRowWise",
-    "ExpertRowWiseAlt",
-    "ExpertTensorParallel",
-    "HiddenStateSharding",
-    "PartitionAxis",
-    "PartitionManager",
-    "RegisteredAxis",
-    "Replicated",
-    "RowWise",
-    "SColumnWise",
-    "SRowWise",
-    "UnifiedExpertColumnWise",
-    "UnifiedExpertRowWise",
-    "analyze_sharding_strategy",
-    "auto_partition_spec",
-    "create_monitored_function",
-    "create_pattern_based_partition_spec",
-    "get_shardings_with_structure",
-    "make_shard_and_gather_fns",
-    "match_partition_rules",
-]
 
 
 def match_partition_rules(
@@ -159,15 +52,13 @@ def match_partition_rules(
         (compile_pattern(pattern, "match_partition_rules"), _checked_spec(pattern, spec)) for pattern, spec in rules
     ]
     tree_survey = survey(tree, None, reads_index=widest(reads_index(pattern) for pattern, _ in compiled))
-    paths = [leaf.path for leaf in tree_survey.kinds]
-    matchers = [(guarded(pattern, "search", paths, "match_partition_rules"), spec) for pattern, spec in compiled]
     specs: list[PartitionSpec] = []
     unmatched: dict[int, None] = {}
     for kind_index, leaf in enumerate(tree_survey.kinds):
         if strict and leaf.ndim == 0:
             specs.append(PartitionSpec())
             continue
-        spec = next((spec for matches, spec in matchers if matches(leaf.path)), None)
+        spec = next((spec for pattern, spec in compiled if pattern.search(leaf.path)), None)
         if spec is None:
             unmatched[kind_index] = None
             spec = PartitionSpec()
@@ -223,6 +114,7 @@ def create_pattern_based_partition_spec(
         entries = tuple(
             () if dim.strip() == "None" else tuple(name.strip() for name in dim.split("+")) for dim in dims.split(".")
         )
+        # An empty pattern would match every name, and an empty axis would split nothing, without a word.
         parts = [*(part.strip() for part in patterns.split("|")), *(name for entry in entries for name in entry)]
         if not arrow or not all(parts):
             raise PatternError(
@@ -235,7 +127,7 @@ def create_pattern_based_partition_spec(
 
     def spec_for(name: str, array: Any) -> PartitionSpec:
         del array
-        return next((spec for regex, spec in compiled if guarded(regex, "search", [name], caller)(name)), default)
+        return next((spec for regex, spec in compiled if regex.search(name)), default)
 
     return spec_for
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import shardrules as sr
-from shardrules.rules.huggingface.shapes import checkpoint_shapes
+from shardrules.presets.huggingface.shapes import checkpoint_shapes
 from tests.presets.huggingface.checkpoints import CHECKPOINTS, Checkpoint, config
 
 LLAMA = config("llama", 4096, 14336, 32, 8, 128256)

@@ -1,4 +1,4 @@
-"""Which mesh axis splits which kind of dimension: one value that configures a whole family of models.
+"""The mesh axes that split each kind of dimension: one value that configures a whole family of models.
 
 A `PartitionAxis` starts from five names, one for each kind of parallelism, and derives from them which mesh axis splits
 the batch, the sequence, the heads and so on. Each of these can also be set explicitly. Model code then speaks of
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import Axis, axis_tuple
 from shardrules.core.errors import ConfigError, SpecError, UnknownAxisError, suggest
-from shardrules.rules.logical.axes import (
+from shardrules.presets.eformer.axes import (
     BATCH,
     BIAS_HEAD_SEQ,
     BIAS_KV_SEQ,
@@ -39,22 +39,21 @@ from shardrules.rules.logical.axes import (
     LENGTH,
     MLP_INTERMEDIATE,
     MODE_DECODE,
-    MODE_TRAIN,
     QUERY_LENGTH,
     SP,
     TP,
     VOCAB,
-    LogicalAxis,
     as_dims,
     as_logical,
     check_mode,
 )
+from shardrules.rules.logical import MODE_TRAIN, AxisMeanings, LogicalAxis
 
 FieldAxis: TypeAlias = str | Sequence[Any] | EllipsisType | None
-"""What a field accepts: a mesh axis, a sequence of them, `None` for none, `...` for the derived one."""
+"""The values that a field accepts: a mesh axis, a sequence of them, `None` for none, `...` for the derived one."""
 
 GenerationAxis: TypeAlias = "LogicalAxis | EllipsisType"
-"""What a registered axis means in generation: a logical axis, or `...` for the same as in training."""
+"""The meaning of a registered axis in generation: a logical axis, or `...` for the same as in training."""
 
 _MESH_FIELDS: Final = {
     DP: "data_parallel_axis",
@@ -151,7 +150,7 @@ class AxisFields(TypedDict, total=False):
 
 
 _NAMES: Final = (*_FIELDS, *AxisFields.__annotations__)
-"""What has a meaning without being registered: logical axes, and fields by their own names."""
+"""Names that have a meaning without being registered: logical axes, and fields by their own names."""
 
 
 def _signature() -> inspect.Signature:
@@ -172,7 +171,7 @@ def _signature() -> inspect.Signature:
 
 
 def _is_logical_name(name: str) -> bool:
-    """Whether `name` has the form of a logical axis, `__NAME__` or `_`, so that it cannot mean a mesh axis."""
+    """Returns whether `name` has the form of a logical axis, `__NAME__` or `_`, so that it cannot mean a mesh axis."""
     return name == EMPTY or (len(name) > 4 and name.startswith("__") and name.endswith("__"))
 
 
@@ -301,7 +300,7 @@ def _alias(field: str) -> Any:
 
 @final
 @attrs.frozen
-class PartitionAxis:
+class PartitionAxis(AxisMeanings):
     """Says which mesh axis splits which logical axis, in training and in generation.
 
     Five fields name the mesh axes of the kinds of parallelism (`None` where the mesh lacks one). The other fields are

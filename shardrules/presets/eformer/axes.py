@@ -4,15 +4,12 @@ Model code says what a dimension *is* (a batch, a sequence, heads), and a `Parti
 it. The words are plain strings that no mesh axis would be called by, so that lists may mix both.
 """
 
-from collections.abc import Sequence
-from typing import Final, TypeAlias, final
+from typing import Final, final
 
 import attrs
 
 from shardrules.core.errors import ConfigError, suggest
-
-LogicalAxis: TypeAlias = "str | Sequence[LogicalAxis] | None"
-"""One dimension: a logical axis, a mesh axis, `None` or `EMPTY` for a whole dimension, or a sequence of these."""
+from shardrules.rules.logical import MODE_TRAIN, DimNames, LogicalAxis
 
 BATCH: Final = "__BATCH__"
 """The examples of a batch."""
@@ -77,9 +74,6 @@ EP: Final = "__EXPERT_PARALLEL__"
 SP: Final = "__SEQUENCE_PARALLEL__"
 """The mesh dimension for sequence parallelism."""
 
-MODE_TRAIN: Final = "__train__"
-"""Training: whole sequences."""
-
 MODE_PREFILL: Final = "__prefill__"
 """The first pass over a prompt: whole sequences, and the ordinary fields apply."""
 
@@ -130,7 +124,7 @@ def _as_mode(mode: str | int) -> str | int:
 
 @final
 @attrs.frozen
-class DynamicShardingAxes:
+class DynamicShardingAxes(DimNames):
     """The logical axes of an array, one for each dimension, together with the mode in which to resolve them.
 
     `mode` is a runtime mode, or a dimension as an int: where that dimension has length 1 the mode is `MODE_DECODE`,

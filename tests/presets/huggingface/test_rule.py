@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.core.check import LARGE_BYTES
 from shardrules.presets.huggingface import HuggingFaceShardingRule
-from shardrules.rules.huggingface.shapes import checkpoint_shapes
+from shardrules.presets.huggingface.shapes import checkpoint_shapes
 from tests.presets.huggingface.checkpoints import CHECKPOINTS
 
 MESH = sr.mesh_shape("data:16,model:8")

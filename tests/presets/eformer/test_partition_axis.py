@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from shardrules.core.errors import ConfigError, SpecError, UnknownAxisError
-from shardrules.rules.logical import axes as logical_axes
-from shardrules.rules.logical.axes import (
+from shardrules.presets.eformer import axes as logical_axes
+from shardrules.presets.eformer.axes import (
     BATCH,
     BIAS_HEAD_SEQ,
     BIAS_KV_SEQ,
@@ -53,7 +53,7 @@ from shardrules.rules.logical.axes import (
     as_dims,
     as_logical,
 )
-from shardrules.rules.logical.partition_axis import AxisFields, PartitionAxis, RegisteredAxis
+from shardrules.presets.eformer.partition_axis import AxisFields, PartitionAxis, RegisteredAxis
 
 DIMS = {
     "data_parallel_axis": "dp",

@@ -1,4 +1,4 @@
-"""What the parameters of Hugging Face checkpoints are for, by their names."""
+"""The purposes of the parameters of Hugging Face checkpoints, by their names."""
 
 import re
 from collections.abc import Mapping
@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias, final, get_args
 import attrs
 
 Role: TypeAlias = Literal["heads", "kv_heads", "columns", "rows", "vocab", "whole", "vector"]
-"""What a module does: makes query heads, or key and value heads; widens or narrows the activations; is a table of the
-vocabulary; is whole on each device of the tensor axis; or is a vector, such as a norm, that every device keeps."""
+"""The purpose of a module: making query heads, or key and value heads; widening or narrowing the activations; a table
+of the vocabulary; whole on each device of the tensor axis; or a vector, such as a norm, that every device keeps."""
 
 ROLE_NAMES: tuple[Role, ...] = get_args(Role)
 
@@ -49,7 +49,7 @@ _WRAPPERS = ("base_layer", "default")
 _SUFFIX = re.compile(r"_(blocks|scales|bias|weight)$")
 _NORM = re.compile(r"norm|^ln(_|$)|^ln\d", re.IGNORECASE)
 _NAMES = 3
-"""How many names are tried from the end: the module is the last but one, or the last but two in `weight.absmax`. With
+"""The names that are tried from the end: the module is the last but one, or the last but two in `weight.absmax`. With
 all, a parameter of an unknown name would have the role of a module around it."""
 
 
@@ -67,13 +67,13 @@ class Parameter:
     name: str = "weight"
     """The rest of the path: `weight`, `bias`, `weight_scale_inv`."""
     is_stacked: bool = False
-    """Whether it may have all experts in a dimension of its own."""
+    """True if it may have all experts in a dimension of its own."""
     is_bare: bool = False
-    """Whether the path ends with the module: there is no `weight` in it."""
+    """The path ends with the module: there is no `weight` in it."""
 
     @property
     def is_vector(self) -> bool:
-        """Whether it has one number for each output, beside those of stacked layers and experts."""
+        """True if it has one number for each output, beside those of stacked layers and experts."""
         return self.name in ("bias", "SCB") or self.module == "sinks"
 
     @property
@@ -87,7 +87,7 @@ def read_path(path: str, roles: Mapping[str, Role]) -> Parameter:
     """Returns what a path says of its parameter; `roles` takes precedence over `ROLES`.
 
     ```python
-    from shardrules.rules.huggingface.roles import read_path
+    from shardrules.presets.huggingface.roles import read_path
 
     parameter = read_path("model.layers.3.mlp.experts.17.gate_proj.weight", {})
     assert (parameter.role, parameter.parent) == ("columns", "model.layers.mlp.experts")

@@ -1,16 +1,49 @@
-"""`LogicalShardingRule`: from a model's names for its dimensions to the axes of a mesh."""
+"""Logical axes: a model's names for its dimensions, which a mapping turns into the axes of a mesh."""
 
+import abc
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias, final
+from typing import Final, TypeAlias, final
 
 import attrs
+from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import Axis, as_axis, axis_tuple
 from shardrules.core.errors import ConfigError, suggest
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf, LogicalName
-from shardrules.core.rule import LeafShardingRule
+from shardrules.core.rule import LeafShardingRule, from_fields
 from shardrules.core.spec import UNCONSTRAINED, Entry, make_spec
+
+LogicalAxis: TypeAlias = "str | Sequence[LogicalAxis] | None"
+"""One dimension: a logical axis, a mesh axis, `None` for a whole dimension, or a sequence of these."""
+
+MODE_TRAIN: Final = "__train__"
+"""Training: whole sequences."""
+
+
+class AxisMeanings(abc.ABC):
+    """The meanings of logical axes, which may depend on a runtime mode and on the shape of an array."""
+
+    @abc.abstractmethod
+    def resolve_spec(
+        self, axes: Sequence[LogicalAxis], mode: str | int = MODE_TRAIN, shape: Sequence[int] | None = None
+    ) -> PartitionSpec:
+        """Returns the PartitionSpec of an array whose dimensions are these logical axes."""
+
+
+class DimNames(abc.ABC):
+    """The logical axes of all dimensions of an array, and the runtime mode in which they are meant."""
+
+    @property
+    @abc.abstractmethod
+    def axes(self) -> Sequence[LogicalAxis]:
+        """A logical axis for each dimension."""
+
+    @property
+    @abc.abstractmethod
+    def mode(self) -> str | int:
+        """A runtime mode, or the dimension whose length says it."""
+
 
 LogicalPairs: TypeAlias = tuple[tuple[str, Axis | None], ...]
 """Pairs of logical name and mesh axis; `None` leaves the dimension whole."""
@@ -52,6 +85,7 @@ class LogicalShardingRule(LeafShardingRule):
     mapping: LogicalPairs = attrs.field(converter=as_pairs)
     reads_index = "no"
     parts = ()
+    named_axes = from_fields(lambda rule: tuple(axis for _, axis in rule.mapping))
 
     def decide(self, leaf: Leaf) -> Decision:
         """Returns the decision for `leaf`."""

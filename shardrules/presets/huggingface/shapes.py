@@ -20,7 +20,7 @@ _TEXT_MODELS = (
     *("llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
     *("gemma", "gemma2", "gemma3", "gemma3_text", "deepseek_v2", "deepseek_v3", "kimi_k2", "gpt_oss"),
 )
-"""What `model_type` may be."""
+"""The values of `model_type`."""
 
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208},
@@ -87,7 +87,7 @@ class _Config:
 
     @property
     def is_latent(self) -> bool:
-        """Whether attention is over latent keys and values."""
+        """True if attention is over latent keys and values."""
         return self.values.get("kv_lora_rank") is not None
 
     @property
@@ -198,7 +198,7 @@ def checkpoint_shapes(
     are not the `total_bytes` of the index.
 
     ```python
-    from shardrules.rules.huggingface.shapes import checkpoint_shapes
+    from shardrules.presets.huggingface.shapes import checkpoint_shapes
 
     config = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "torch_dtype": "bfloat16"}
     shapes = checkpoint_shapes(config, ["model.layers.0.mlp.down_proj.weight"])
@@ -233,7 +233,7 @@ def head_dim_of(config: Any) -> int | None:
     """Returns the size of an attention head of a configuration's text model; `None` where it has none.
 
     ```python
-    from shardrules.rules.huggingface.shapes import head_dim_of
+    from shardrules.presets.huggingface.shapes import head_dim_of
 
     assert head_dim_of({"hidden_size": 4096, "num_attention_heads": 32}) == 128
     ```
