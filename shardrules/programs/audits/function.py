@@ -69,25 +69,25 @@ class TracedFunction:
 
         Lines are left out if the number of their runs is unknown, or if compilers rewrite them to other FLOPs.
         """
-        own: dict[str, int] = {}
+        model_flops: dict[str, int] = {}
         uncertain: dict[str, None] = {}
         for matmul in self.matmuls:
             line = equation_line(matmul.equation)
-            own[line] = own.get(line, 0) + matmul.flops
+            model_flops[line] = model_flops.get(line, 0) + matmul.flops
             uncertain |= {} if matmul.is_certain else {line: None}
-        of_devices = {line: 0 for line in own if line not in uncertain}
+        device_flops = {line: 0 for line in model_flops if line not in uncertain}
         for matmul in self.compiled_matmuls:
             line = user_line(matmul.stack)
             # Compilers implement FFTs by matmuls, which the function's own count does not have.
-            if line in of_devices and not matmul.op_name.endswith("/fft"):
-                of_devices[line] += self.device_count * matmul.total_flops
-        return {line: (own[line], flops) for line, flops in of_devices.items()}
+            if line in device_flops and not matmul.op_name.endswith("/fft"):
+                device_flops[line] += self.device_count * matmul.total_flops
+        return {line: (model_flops[line], flops) for line, flops in device_flops.items()}
 
     @property
     def repeats_work(self) -> bool:
         """Returns whether the devices compute more FLOPs than the function has."""
-        own, of_devices = (sum(flops[index] for flops in self.flops_by_line.values()) for index in range(2))
-        return own > 0 and of_devices > MAX_FLOPS_RATIO * own
+        model_flops, device_flops = (sum(flops[index] for flops in self.flops_by_line.values()) for index in range(2))
+        return model_flops > 0 and device_flops > MAX_FLOPS_RATIO * model_flops
 
     @functools.cached_property
     def has_gradients(self) -> bool:

@@ -1,4 +1,4 @@
-"""How the report of an audit prints: its tables, in the order of what costs most."""
+"""The tables of an audit's report, each with its largest costs first."""
 
 import functools
 from collections.abc import Sequence
@@ -18,11 +18,10 @@ from shardrules.programs.costs.step_time import seconds_text
 _MAX_COLLECTIVES = 10
 _MAX_MODULES = 12
 _MAX_LINES = 10
-"""How many rows the tables of collectives, modules and lines have: the whole report fits a screen. The rest is in the
-report's attributes and on its page; half as many rows would leave out what a usual model has."""
+"""The rows of the tables of collectives, modules and lines, chosen by hand: the whole report fits a screen."""
 
 _SHADOWED = 0.01
-"""From which part of the step on the critical path is listed: less would not change what to look at first."""
+"""The part of the step from which on the critical path is listed. Chosen by hand."""
 
 
 def count_text(count: float) -> str:

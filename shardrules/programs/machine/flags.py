@@ -16,7 +16,7 @@ Flags: TypeAlias = tuple[tuple[str, str], ...]
 """Names without dashes and values as text, each name once, in the order of their last mention."""
 
 FlagsLike: TypeAlias = "str | Mapping[str, object] | Iterable[tuple[str, object]] | None"
-"""What flags may be written as: a string, or names with values; `None` for no flags."""
+"""Flags as users write them: a string, or names with values; `None` for no flags."""
 
 _SET_MARK = ":"
 """Names of sets have a colon, as `maxtext:v5p` does, and those of flags never do."""

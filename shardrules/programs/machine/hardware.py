@@ -1,4 +1,4 @@
-"""What hardware can do: peak rates, memory and links. `sheets.toml` has ready sheets, every figure with its source."""
+"""Sheets of hardware: peak rates, memory and links. `sheets.toml` has ready ones, every figure with its source."""
 
 import functools
 import math
@@ -85,7 +85,7 @@ def _as_sources(value: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple[t
 @final
 @attrs.frozen(cache_hash=True)
 class Hardware:
-    """What one device can do, what of that programs reach, and what connects it to others.
+    """The abilities of one device, the part of them that programs reach, and its links to others.
 
     Rates are peaks; fractions and tables say what is reached. `Hardware.named` returns a ready sheet with both.
     `attrs.evolve` makes your own from it. A sheet of peaks alone assumes that all of them are reached, that nothing
@@ -330,7 +330,7 @@ class Hardware:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is a CPU, whose memory is that of its host."""
+        """Returns whether it is a CPU, whose memory is its host's."""
         return self.name.startswith("CPU")
 
     def flops_per_second(self, dtype: Any, *, highest: bool = False) -> float:
@@ -384,7 +384,7 @@ class Hardware:
 
 
 def multiplied_as(hardware: Hardware, dtype: Any, *, highest: bool = False) -> str:
-    """Which of the hardware's kinds of multiplication a dtype runs as: its own, a wider one, or else the slowest."""
+    """Returns the kind of multiplication that a dtype runs as: its own, a wider one, or else the slowest."""
     rates = dict(hardware.peak_flops)
     kind = _rate_kind(dtype)
     kind = "f32_highest" if kind == "f32" and highest else kind
@@ -409,7 +409,7 @@ def _unknown_figure(name: str) -> str:
 
 
 def _rate_kind(dtype: Any) -> str:
-    """Which of `RATES` a dtype is multiplied at."""
+    """The one of `RATES` that a dtype is multiplied at."""
     try:
         name = dtype if isinstance(dtype, str) else np.dtype(dtype).name if dtype is not None else ""
     except TypeError:

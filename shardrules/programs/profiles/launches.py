@@ -1,4 +1,4 @@
-"""Which instruction launched each kernel of a GPU.
+"""The instructions that launched the kernels of a GPU.
 
 Most kernels run in a CUDA graph, whose events only have its name: `command_buffer_1`. And the machine's own compiler
 tries out which library is fastest for each matmul, so that its program has other names than one that was compiled
@@ -106,7 +106,7 @@ def _instructions(events: Sequence[Activity], modelled: ModelledProgram) -> list
         # Libraries number their calls, and the numbers differ with what the compiler chose for others.
         parts = [None if part is None or part.family else part for part in parts]
     # Collectives run beside other kernels, in an order of their own.
-    families = [_family(event.kernel) for event in events]
+    families: list[KernelFamily] = [_family(event.kernel) for event in events]
     named = {part.name for part in parts if part is not None}
     for is_collective in (True, False):
         rows = [row for row, part in enumerate(parts) if not part and (families[row] == "collective") == is_collective]

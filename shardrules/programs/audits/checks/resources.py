@@ -8,7 +8,6 @@ from shardrules.core.source import user_line
 from shardrules.core.tree import array_kind
 from shardrules.programs.audits.arguments import AuditedArguments
 from shardrules.programs.audits.function import TracedFunction
-from shardrules.programs.audits.memory import MEMORY_REMEDIES
 from shardrules.programs.audits.movement import names_text
 from shardrules.programs.compiled.custom_calls import may_be_matmul, names_of
 from shardrules.programs.compiled.flops import uncounted_kernels
@@ -28,16 +27,15 @@ def check_memory(arguments: AuditedArguments, hardware: Hardware) -> Iterator[Fi
     if (peak <= capacity and not refusal) or hardware == Hardware.named("cpu"):
         return
     excess = f"{bytes_text(peak - capacity)} too much" if peak > capacity else f"and the compiler says: {refusal}"
-    shares = arguments.memory.shares()
-    largest = max(shares, key=lambda name: shares[name])
+    largest, nbytes = arguments.memory.largest_share
     heaviest = sorted(zip(arguments.device_bytes, arguments.arrays, strict=True), key=lambda pair: -pair[0])[:3]
     arrays = ", ".join(f"{array.path} {bytes_text(size)}" for size, array in heaviest)
     yield Finding(
         "error",
         "does-not-fit",
         f"a device needs {bytes_text(peak)}, and {hardware.name} has {bytes_text(capacity)}: {excess}. Largest "
-        f"share: {largest}, {bytes_text(shares[largest])}; largest arguments: {arrays}",
-        remedy=MEMORY_REMEDIES[largest],
+        f"share: {largest}, {bytes_text(nbytes)}; largest arguments: {arrays}",
+        remedy=arguments.memory.remedy,
     )
 
 

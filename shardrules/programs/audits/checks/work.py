@@ -19,16 +19,16 @@ def check_repeated_work(function: TracedFunction) -> Iterator[Finding]:
     by_line = {line: flops for line, flops in function.flops_by_line.items() if line not in update}
     if not function.repeats_work or not by_line:
         return
-    own, of_devices = (sum(flops) for flops in zip(*by_line.values(), strict=True))
-    if of_devices <= MAX_FLOPS_RATIO * own:
+    model_flops, device_flops = (sum(flops) for flops in zip(*by_line.values(), strict=True))
+    if device_flops <= MAX_FLOPS_RATIO * model_flops:
         return
     worst = sorted(filter(None, _repeated(by_line)), key=lambda line: by_line[line][0] - by_line[line][1])
     ratios = [(line, *by_line[line]) for line in worst[:MAX_NAMES] if by_line[line][0]]
     yield Finding(
         "warning",
         "replicated-compute",
-        f"the matmuls of all {function.device_count} devices are {of_devices:.3g} FLOPs, the function's own "
-        f"{own:.3g}: {of_devices / own:.2f} times as many, because devices repeat each other's "
+        f"the matmuls of all {function.device_count} devices are {device_flops:.3g} FLOPs, the function's own "
+        f"{model_flops:.3g}: {device_flops / model_flops:.2f} times as many, because devices repeat each other's "
         "work. " + "; ".join(f"{short_line(line)} {repeated / single:.2f} times" for line, single, repeated in ratios),
         remedy="Split the batch, or the activations at these lines, over every axis of the mesh",
         source=worst[0] if worst else "",
@@ -37,7 +37,11 @@ def check_repeated_work(function: TracedFunction) -> Iterator[Finding]:
 
 def _repeated(flops_by_line: Mapping[str, tuple[int, int]]) -> list[str]:
     """The lines whose matmuls several devices repeat."""
-    return [line for line, (own, of_devices) in flops_by_line.items() if of_devices > MAX_FLOPS_RATIO * own]
+    return [
+        line
+        for line, (model_flops, device_flops) in flops_by_line.items()
+        if device_flops > MAX_FLOPS_RATIO * model_flops
+    ]
 
 
 def _update_lines(function: TracedFunction) -> list[str]:
@@ -57,13 +61,13 @@ def check_repeated_update(movement: Movement) -> Iterator[Finding]:
     if not lines and not gathers:
         return
     flops = [function.flops_by_line[line] for line in lines]
-    own, of_devices = (sum(counts[index] for counts in flops) for index in range(2))
+    model_flops, device_flops = (sum(counts[index] for counts in flops) for index in range(2))
     matmuls = [matmul for matmul in timing.matmuls if user_line(matmul.stack) in lines]
     names = {matmul.name for matmul in matmuls}
     kernels = [kernel for kernel in timing.kernels if user_line(kernel.stack) in lines or kernel.name in names]
     moved = MovedArrays(movement, [(each, array) for each in gathers for array in each.arrays])
     # Split evenly, every device would do its part of the function's own work.
-    share = 1 - own / of_devices if of_devices else 0.0
+    share = 1 - model_flops / device_flops if device_flops else 0.0
     seconds = timing.kernel_seconds(kernels) * share + moved.seconds
     if gathers:
         largest, paths = moved.largest, moved.parameters
@@ -74,9 +78,9 @@ def check_repeated_update(movement: Movement) -> Iterator[Finding]:
         axes = tuple(function.sizes)
         paths = names_text(path for factor in factors for path in movement.arguments.parameters_shaped(factor, axes))
     repeated = (
-        f"all {function.device_count} devices compute {of_devices:.3g} FLOPs of matmuls where the function "
-        f"has {own:.3g}, {of_devices / own:.2f} times as many; "
-        if own
+        f"all {function.device_count} devices compute {device_flops:.3g} FLOPs of matmuls where the function "
+        f"has {model_flops:.3g}, {device_flops / model_flops:.2f} times as many; "
+        if model_flops
         else ""
     )
     sent = f"{moved.runs} collectives for its matmuls, " * bool(gathers) + f"largest array {largest}"
