@@ -34,6 +34,7 @@ from shardrules.core.storage.files import write_text
 from shardrules.mesh.shape import mesh_shape
 from shardrules.programs.audits.memory import usable_bytes
 from shardrules.programs.audits.report import AuditReport
+from shardrules.programs.audits.text import layers_text
 from shardrules.programs.compiled.collectives import Collective, array_text
 from shardrules.programs.machine.measured import KINDS
 
@@ -101,8 +102,7 @@ def _reworded_leaves(golden: ShardingPlan, plan: ShardingPlan, changed_paths: Se
         if old != new:
             groups.setdefault((template(path), old, new), []).append(path)
     for (_, old, new), paths in groups.items():
-        times = f"  x{len(paths)}" if len(paths) > 1 else ""
-        yield printable(f"{functools.reduce(common_path, paths)}{times}  {old} -> {new}")
+        yield printable(f"{layers_text(paths)}  {old} -> {new}")
 
 
 def assert_collectives(
@@ -343,9 +343,8 @@ def _largest_arguments(report: AuditReport) -> Iterator[str]:
     order = sorted(groups.items(), key=lambda item: -sum(size for _, size in item[1]))
     yield from ["largest arguments:"] if order else []
     for (_, text), group in order[:_MAX_CAUSES]:
-        times = f"  x{len(group)}" if len(group) > 1 else ""
-        path = functools.reduce(common_path, (path for path, _ in group))
-        yield f"  {bytes_text(sum(size for _, size in group))}: {printable(path)}{times}  {text}"
+        layers = printable(layers_text([path for path, _ in group]))
+        yield f"  {bytes_text(sum(size for _, size in group))}: {layers}  {text}"
 
 
 def _read_golden(file: Path | str, accept: str) -> str:

@@ -2,8 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import final
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar, final
 
 import attrs
 
@@ -29,6 +29,17 @@ MAX_NAMES = 6
 """The arrays that a finding names, chosen by hand: more fill the line of a terminal."""
 
 _GATHERS = ("all-gather", "all-gather-start", "all-gather-done", "async-start", "async-done")
+
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> Mapping[_Key, list[_Item]]:
+    """Returns items by their keys, in the order of first appearance."""
+    groups: dict[_Key, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def is_explicit(collective: Collective) -> bool:
@@ -285,6 +296,11 @@ class MovedArrays:
         return Finding(
             severity, code, message, remedy=remedy, axis=self.axes if self.axes in sizes else None, source=source
         )
+
+
+def place_of(collective: Collective) -> tuple[str, str, str]:
+    """Returns the kind, the axes and the line of code of a collective."""
+    return collective.kind, collective.axes_text, user_line(collective.stack)
 
 
 def share_of(collective: Collective, array: ArrayType) -> float:

@@ -159,15 +159,17 @@ def lines_table(lines: Sequence[LineTime]) -> list[str]:
     return aligned(table, tuple(range(len(columns) - 1 - (columns[-1] == 8))))
 
 
+def layers_text(paths: Sequence[str]) -> str:
+    """Returns the path that equal layers have in common, with their count."""
+    return functools.reduce(common_path, paths) + (f"  x{len(paths)}" if len(paths) > 1 else "")
+
+
 def arrays_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Returns the lines of a table of arrays from their paths and other columns; equal layers are one row."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for path, *rest in rows:
         groups.setdefault((template(path), *rest), []).append(path)
-    grid = [
-        (f"{functools.reduce(common_path, paths)}{f'  x{len(paths)}' if len(paths) > 1 else ''}", *rest)
-        for (_, *rest), paths in groups.items()
-    ]
+    grid = [(layers_text(paths), *rest) for (_, *rest), paths in groups.items()]
     return aligned([("array", "shape", "dtype", "role", "requested", "compiled", "donated"), *grid])
 
 

@@ -57,6 +57,7 @@ def read_flags(flags: FlagsLike) -> Flags:
         if not isinstance(name, str) or not isinstance(value, str | bool | int | float):
             raise ConfigTypeError(f"flags must have names and plain values, got {name!r:.40}: {value!r:.40}")
         key = name.strip().lstrip("-")
+        # The last mention counts, and takes its place.
         values.pop(key, None)
         values[key] = str(value).lower() if isinstance(value, bool) else str(value)
     return tuple(values.items())

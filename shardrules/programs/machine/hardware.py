@@ -39,32 +39,6 @@ RATES = ("bf16", "f16", "f32", "f32_highest", "f8", "s8", "f64")
 at `precision="highest"`. `f8` is any float of 8 bits or fewer, `s8` any integer of 8 bits or fewer.
 """
 
-FIGURES = (
-    "peak_flops",
-    "memory_bytes",
-    "memory_bytes_per_second",
-    "link_bytes_per_second",
-    "link_latency_seconds",
-    "network_bytes_per_second",
-    "network_latency_seconds",
-    "devices_per_host",
-    "torus_dims",
-    "devices_per_chip",
-    "matmul_fractions",
-    "matmul_tile",
-    "matmul_rates",
-    "memory_fractions",
-    "link_fractions",
-    "collective_times",
-    "network_fraction",
-    "host_link_bytes_per_second",
-    "launch_seconds",
-    "collective_launch_seconds",
-    "clock_hertz",
-    "overlap_fraction",
-)
-"""The figures of a sheet, which are also the names that `Hardware.sources` may use."""
-
 # Hardware without a unit for a kind converts to a wider one: the first of these that has a rate.
 _FALLBACKS = {
     "bf16": ("f32",),
@@ -381,6 +355,10 @@ class Hardware:
         if figure not in FIGURES:
             raise HardwareError(_unknown_figure(figure))
         return dict(self.sources).get(figure, "")
+
+
+FIGURES = tuple(field.name for field in attrs.fields(Hardware) if field.name not in ("name", "sources"))
+"""The figures of a sheet, which are also the names that `Hardware.sources` may use."""
 
 
 def multiplied_as(hardware: Hardware, dtype: Any, *, highest: bool = False) -> str:

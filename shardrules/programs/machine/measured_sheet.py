@@ -205,6 +205,7 @@ class MeasuredSheet:
                 self._keep(figure, "a single device has no links" if per_host == 1 else "")
             self.missing += ["collective_times"] * (per_host > 1)
             return
+        # On a torus the share of the links decides, and collectives are modelled by it; behind a switch by their times.
         torus_dims = 0 if self.is_nominal else self.base["torus_dims"]
         large = _large_collectives(times, self._sizes.collective_bytes[-1])
         cut = [kind for kind in COLLECTIVE_KINDS if not any(time.kind == kind for time in large)]

@@ -324,6 +324,7 @@ def _target_problems(platform: str, chip: str, shape: tuple[int, ...] | None, sl
     if platform not in _FORMS:
         hint = " (did you mean 'cuda'?)" if platform in ("gpu", "nvidia") else suggest(str(platform), _FORMS)
         return [f"unknown platform {platform!r}{hint}"]
+    # Sizes depend on the chip: they are judged only where the chip is known.
     chips = {"cpu": (), "tpu": tuple(_TPUS), "cuda": _GPUS}[platform]
     chip_noun = "TPU generation" if platform == "tpu" else "GPU"
     problems = []

@@ -161,6 +161,7 @@ def _split(device: DeviceTrace, program: ProfiledProgram, times: Callable[[str],
     activities = [activity for activity in device.activities if activity.program == program]
     if not activities:
         return []
+    # TPUs write the runs themselves, CPUs the id of each; on GPUs they have to be found.
     if device.spans:
         spans = [span for span in device.spans if span.program == program]
         groups = _grouped(activities, [span.start_ns for span in spans])

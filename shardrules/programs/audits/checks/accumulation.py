@@ -19,8 +19,7 @@ import attrs
 
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
-from shardrules.core.source import user_line
-from shardrules.programs.audits.movement import MovedArrays, Movement, share_of
+from shardrules.programs.audits.movement import MovedArrays, Movement, grouped, place_of, share_of
 from shardrules.programs.compiled.collectives import Collective
 from shardrules.programs.compiled.flow import Value
 from shardrules.programs.compiled.program import CompiledProgram
@@ -59,21 +58,18 @@ _Totals: TypeAlias = Mapping[tuple[str, str], _Total]
 
 def check_accumulation(movement: Movement) -> Iterator[Finding]:
     """Sums over devices of which a loop uses nothing but the total."""
-    groups: dict[tuple[str, str, _Total, str], list[tuple[Collective, ArrayType]]] = {}
-    for collective, array, total in _repeated_sums(movement):
-        key = (collective.kind, collective.axes_text, total, user_line(collective.stack))
-        groups.setdefault(key, []).append((collective, array))
     timing = movement.timing
-    for (kind, _, total, line), group in groups.items():
-        moved, rounds = MovedArrays(movement, group), total.rounds
-        seconds = sum(share_of(collective, array) * timing.seconds(collective) for collective, array in group)
+    groups = grouped(_repeated_sums(movement), lambda each: (place_of(each[0]), each[2]))
+    for ((kind, _, line), total), group in groups.items():
+        moved, rounds = MovedArrays(movement, [(collective, array) for collective, array, _ in group]), total.rounds
+        seconds = sum(share_of(collective, array) * timing.seconds(collective) for collective, array in moved.arrays)
         saved = seconds * (rounds - 1) / rounds
         whole_bytes = 0
         if kind == "reduce-scatter":
             # Gradients that every device keeps a slice of are summed in each round to save the memory of whole ones.
             whole_bytes = sum(
                 array.nbytes * collective.times.count // rounds * (collective.group_size - 1)
-                for collective, array in group
+                for collective, array in moved.arrays
             )
             saved = min(saved, timing.exposed_seconds(timing.round_of(group[0][0])))
         if saved <= 0 or not movement.has_room_for(whole_bytes):

@@ -10,10 +10,9 @@ from typing import final
 import attrs
 
 from shardrules.core.finding import Finding
-from shardrules.core.source import user_line
 from shardrules.programs.audits.checks.moves import is_parameter_or_gradient
 from shardrules.programs.audits.checks.work import is_for_update
-from shardrules.programs.audits.movement import MovedArrays, Movement, is_explicit, names_text
+from shardrules.programs.audits.movement import MovedArrays, Movement, grouped, is_explicit, names_text, place_of
 from shardrules.programs.compiled.collectives import Collective
 from shardrules.programs.costs.step_time import seconds_text
 
@@ -33,13 +32,8 @@ class _Sum:
 
 def check_contractions(movement: Movement) -> Iterator[Finding]:
     """Sums of matmuls over an axis that does not split the batch, which cost far more than gathering an operand."""
-    groups: dict[tuple[str, str, str], list[_Sum]] = {}
-    for partial_sum in _sums(movement):
-        collective = partial_sum.collective
-        key = (collective.kind, collective.axes_text, user_line(collective.stack))
-        groups.setdefault(key, []).append(partial_sum)
     timing = movement.timing
-    for group in groups.values():
+    for group in grouped(_sums(movement), lambda each: place_of(each.collective)).values():
         moved = MovedArrays(movement, [(each.collective, each.collective.arrays[0]) for each in group])
         gather_seconds = sum(partial_sum.gather_seconds for partial_sum in group)
         names = names_text(path for partial_sum in group for path in partial_sum.paths) or "A matrix"

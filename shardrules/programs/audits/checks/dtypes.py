@@ -13,7 +13,7 @@ import attrs
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
 from shardrules.core.source import user_line
-from shardrules.programs.audits.movement import MovedArrays, Movement, share_of
+from shardrules.programs.audits.movement import MovedArrays, Movement, grouped, place_of, share_of
 from shardrules.programs.compiled.collectives import Collective
 from shardrules.programs.compiled.flow import Value
 from shardrules.programs.compiled.program import CompiledProgram
@@ -44,13 +44,8 @@ class _WideMove:
 
 def check_wire_dtypes(movement: Movement) -> Iterator[Finding]:
     """Arrays that are sent, and then used in a narrower dtype only, or that were widened just before."""
-    groups: dict[tuple[str, str, str, str, bool, str], list[_WideMove]] = {}
-    for move in _wide_moves(movement):
-        collective, line = move.collective, move.narrow.line or user_line(move.collective.stack)
-        dtypes = move.array.dtype, move.narrow.array.dtype
-        groups.setdefault((collective.kind, collective.axes_text, *dtypes, move.is_widened, line), []).append(move)
     timing = movement.timing
-    for (_, _, dtype, narrow, is_widened, line), group in groups.items():
+    for (*_, dtype, narrow, is_widened, line), group in grouped(_wide_moves(movement), _group_key).items():
         moved = MovedArrays(movement, [(move.collective, move.array) for move in group])
         # Latencies stay as they are.
         seconds = sum(
@@ -71,6 +66,11 @@ def check_wire_dtypes(movement: Movement) -> Iterator[Finding]:
             "with_sharding_constraint(x.astype(...), spec), and constrain it whole after that",
             line,
         )
+
+
+def _group_key(move: _WideMove) -> tuple[str, str, str, str, bool, str]:
+    kind, axes, line = place_of(move.collective)
+    return kind, axes, move.array.dtype, move.narrow.array.dtype, move.is_widened, move.narrow.line or line
 
 
 def _wide_moves(movement: Movement) -> Iterator[_WideMove]:

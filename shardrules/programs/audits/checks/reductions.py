@@ -10,8 +10,7 @@ from typing import final
 import attrs
 
 from shardrules.core.finding import Finding
-from shardrules.core.source import user_line
-from shardrules.programs.audits.movement import MovedArrays, Movement, share_of
+from shardrules.programs.audits.movement import MovedArrays, Movement, grouped, place_of, share_of
 from shardrules.programs.compiled.collectives import Collective
 from shardrules.programs.compiled.text import ArrayType
 from shardrules.programs.compiled.uses import is_elementwise, is_move, uses
@@ -36,11 +35,8 @@ def check_whole_reductions(movement: Movement) -> Iterator[Finding]:
     """All-reduces of which devices use a slice only, except on CPUs, whose compiler has no reduce-scatter."""
     if movement.arguments.is_on_cpu:
         return
-    groups: dict[tuple[str, str, bool], list[_WholeSum]] = {}
-    for whole in _whole_sums(movement):
-        key = (whole.collective.axes_text, user_line(whole.collective.stack), _is_narrow(movement, whole))
-        groups.setdefault(key, []).append(whole)
-    for (_, line, is_narrow), group in groups.items():
+    groups = grouped(_whole_sums(movement), lambda each: (place_of(each.collective), _is_narrow(movement, each)))
+    for ((*_, line), is_narrow), group in groups.items():
         moved = MovedArrays(movement, [(whole.collective, whole.array) for whole in group])
         seconds = sum(whole.seconds for whole in group)
         kept = max(group, key=lambda whole: whole.array.nbytes).kept
