@@ -78,7 +78,6 @@ class Movement:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """The collectives of the program."""
         return self.timing.collectives
 
     @property
@@ -238,17 +237,14 @@ class MovedArrays:
 
     @property
     def kind(self) -> str:
-        """The kind of the collectives."""
         return self.collectives[0].kind
 
     @property
     def axes(self) -> str:
-        """The axes of the collectives."""
         return ", ".join(dict.fromkeys(collective.axes_text for collective in self.collectives))
 
     @property
     def largest(self) -> ArrayType:
-        """The largest of the arrays."""
         return max((array for _, array in self.arrays), key=lambda array: array.nbytes)
 
     @property

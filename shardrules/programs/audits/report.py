@@ -56,7 +56,7 @@ class AuditedArray:
     """The spec in the compiled program."""
     device_bytes: int
     donated: bool = False
-    """`True` where a result is written over it."""
+    """A donated array, which a result is written over."""
 
 
 @final

@@ -63,7 +63,7 @@ class ShapeSet:
 
 
 def _merges(many: Dims, few: Dims) -> bool:
-    """True where products of `many`, each used once, are `few`. Both have the same product."""
+    """Tries to multiply `many`, each used once, to `few`. Both have the same product."""
     if many == few or len(few) <= 1:
         return True
     if len(few) >= len(many):

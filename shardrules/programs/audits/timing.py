@@ -38,7 +38,6 @@ class Timing:
 
     @functools.cached_property
     def kernels(self) -> tuple[Kernel, ...]:
-        """The kernels of the program."""
         return find_kernels(self.program, self.matmuls)
 
     @functools.cached_property

@@ -39,7 +39,7 @@ class MeasuredSheet:
     base: Mapping[str, Any]
     """The fields of the sheet of these devices, or of the nominal one."""
     is_nominal: bool
-    """`True` where `base` is of no real device: its peaks say nothing of these."""
+    """A `base` of no real device, whose peaks say nothing of these."""
     values: dict[str, Any] = attrs.field(factory=dict)
     sources: dict[str, str] = attrs.field(factory=dict)
     missing: list[str] = attrs.field(factory=list)
@@ -275,7 +275,7 @@ def _by_kind(entries: Any) -> dict[Any, Any]:
 
 
 def _is_large(points: Iterable[tuple[float, float]], last: float) -> bool:
-    """True where sizes, as pairs of work and seconds, grew until they tell a rate: up to the last, or until time grows
+    """Sizes, as pairs of work and seconds, that grew until they tell a rate: up to the last, or until time grows
     with them. Those that a time limit has cut short tell what the smallest take."""
     ordered = sorted(points)
     if not ordered or ordered[-1][0] >= last:

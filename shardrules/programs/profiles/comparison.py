@@ -116,7 +116,7 @@ class MissingPart:
     line: str
     modelled_seconds: float
     conditional: bool
-    """`True` in a branch, which need not be taken."""
+    """Inside a branch, which need not be taken."""
 
 
 @final

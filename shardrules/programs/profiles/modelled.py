@@ -46,7 +46,7 @@ class ModelledPart:
     label: str
     """The operation of a kernel; kind, axes and array of a collective."""
     conditional: bool = False
-    """`True` in a branch, which need not be taken."""
+    """Inside a branch, which need not be taken."""
     inside: tuple[str, ...] = ()
     """The parts inside of a loop, a branch or a call."""
     family: KernelFamily = ""
@@ -262,7 +262,7 @@ def _distant_ends(program: CompiledProgram) -> dict[str, list[str]]:
 
 
 def _waits(user: Instruction) -> bool:
-    """True for a later end of the collective whose result an instruction uses."""
+    """A later end of the collective whose result an instruction uses."""
     return user.op.endswith(("-done", "-update")) or user.custom_call_target in (
         "AsyncCollectiveStart",
         "AsyncCollectiveDone",

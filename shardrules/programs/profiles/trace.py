@@ -88,7 +88,7 @@ class Activity:
     text: str = ""
     """The instruction as the program has it; only TPUs write it."""
     in_flight: bool = False
-    """`True` for a transfer from its start to its end, beside which other events run."""
+    """A transfer from its start to its end, beside which other events run."""
     kernel: str = ""
     """The name of the kernel on a GPU, where the trace names an instruction, too, or the CUDA graph it is in."""
     launch: int | None = None

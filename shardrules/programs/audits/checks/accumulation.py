@@ -49,7 +49,7 @@ class _Total:
 
     rounds: int
     is_stacked: bool = False
-    """`True` where it does so after the loop."""
+    """Added up after the loop."""
 
 
 _Totals: TypeAlias = Mapping[tuple[str, str], _Total]
@@ -122,7 +122,7 @@ def _totals(program: CompiledProgram) -> Iterator[tuple[tuple[str, str], _Total]
 
 
 def _adds(program: CompiledProgram, reduction: Instruction) -> bool:
-    """True for a reduction of one array that adds up."""
+    """A reduction of one array that adds up."""
     adders = [program.find(name) for name in reduction.references("to_apply")]
     return len(reduction.operands) == 2 and all(each.by_name[each.root].op == "add" for each in adders)
 
@@ -166,7 +166,7 @@ def _additions_to(program: CompiledProgram, body: str, index: int, scalings: fro
 
 
 def _is_kept(instruction: Instruction) -> bool:
-    """True where the result is the operand. TPUs start from zero by a choice in round 0: `select(first, 0, x)`."""
+    # TPUs start from zero by a choice in the first round: `select(first, 0, x)`.
     return is_move(instruction) or instruction.op == "select"
 
 

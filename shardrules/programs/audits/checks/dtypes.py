@@ -34,7 +34,7 @@ class _WideMove:
     narrow: Rounding
     """The narrower dtype, and the line that casts."""
     is_widened: bool
-    """`True` where it is rounded to the narrow dtype before it is sent, instead of cast to it afterwards."""
+    """Rounded to the narrow dtype before it is sent, instead of cast to it afterwards."""
 
     @property
     def excess(self) -> float:
@@ -141,7 +141,7 @@ def _widened_from(movement: Movement, collective: Collective, index: int) -> Rou
 
 
 def _is_scale(program: CompiledProgram, value: Value, size: int) -> bool:
-    """True for a few numbers, or these broadcast to the shape of an array of that size."""
+    """A few numbers, or these broadcast to the shape of an array of that size."""
     for _ in range(_MAX_STEPS):
         instruction = program.instruction(value)
         if not instruction.types or _MIN_REDUCTION * instruction.types[0].size <= size:
@@ -163,7 +163,7 @@ def _is_narrowing(array: ArrayType, instruction: Instruction) -> bool:
 
 
 def _is_statistic(array: ArrayType, use: Use) -> bool:
-    """True for a few numbers, such as the largest element: parts of the array give them. GPUs take two stages."""
+    """A few numbers, such as the largest element: parts of the array give them. GPUs take two stages."""
     return use.instruction.op == "reduce" and _MIN_REDUCTION * use.instruction.types[0].size <= array.size
 
 

@@ -129,10 +129,7 @@ def is_parameter_or_gradient(movement: Movement, collective: Collective, array: 
 
 
 def _is_requested(movement: Movement, moved: _MovedArray) -> bool:
-    """True where specs request the sharding of an array both before it is gathered and after.
-
-    A constraint on the gathered array alone is not enough: it may be in conflict with the spec of an argument.
-    """
+    # A constraint on the gathered array alone is not enough: it may be in conflict with the spec of an argument.
     group_size = moved.collective.group_size
     # It is not known which dimension is gathered: any that divides may be.
     before = [
@@ -150,7 +147,7 @@ def _is_requested(movement: Movement, moved: _MovedArray) -> bool:
 
 
 def _is_requested_exchange(movement: Movement, moved: _MovedArray) -> bool:
-    """True where a constraint requests the result of an all-to-all, which compilers print in all kinds of pieces."""
+    # Compilers print the result of an all-to-all in all kinds of pieces.
     requested = movement.function.requested_shapes
     has_tiles = movement.timing.hardware.torus_dims > 0  # TPUs exchange tiles, which are cut across dimensions
     if has_tiles or moved.collective.op_name.endswith("/sharding_constraint"):

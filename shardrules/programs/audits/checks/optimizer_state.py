@@ -135,7 +135,6 @@ def _by_sibling(arguments: AuditedArguments, array: Argument, compiled: Partitio
 
 
 def _is_whole(whole: _Whole, axes: Mapping[str, int]) -> bool:
-    """True where a device has more of an array as it is compiled than as it is requested."""
     array, specs = whole.array, (whole.compiled, whole.requested)
     actual, requested = (shard_bytes(array.shape, array.dtype, spec, axes) for spec in specs)
     return actual > requested

@@ -63,7 +63,7 @@ def _gathers_again(movement: Movement) -> list[Collective]:
 
 
 def _are_parameters(arguments: AuditedArguments, names: Sequence[str], gathered: Container[str]) -> bool:
-    """True where all of these are parameters that are `gathered` before."""
+    # All of them are parameters, and gathered before.
     indices = [arguments.indices.get(name) for name in names if name in gathered]
     return 0 < len(indices) == len(names) and all(
         index is not None and arguments.roles[index] == PARAMETERS for index in indices
@@ -82,7 +82,7 @@ def _is_recomputed(movement: Movement, collective: Collective) -> bool:
 
 
 def _is_in_backward(op_name: str) -> bool:
-    """True for an operation that repeats a part of a checkpointed function, or is of its backward pass."""
+    """An operation that repeats a part of a checkpointed function, or is of its backward pass."""
     return RECOMPUTED in op_name or ("transpose(" in op_name and "checkpoint" in op_name)
 
 

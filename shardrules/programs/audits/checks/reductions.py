@@ -82,7 +82,7 @@ def _whole_sums(movement: Movement) -> Iterator[_WholeSum]:
 
 
 def _is_narrow(movement: Movement, whole: _WholeSum) -> bool:
-    """True where rows are shorter than a tile's, and the last dimension is the split one."""
+    """Rows shorter than a tile's, where the last dimension is the split one."""
     kept, array = whole.kept, whole.array
     has_tiles = movement.timing.hardware.torus_dims > 0
     if not has_tiles or not kept.shape or kept.shape[-1] * kept.bits // 8 >= TILE_ROW_BYTES:

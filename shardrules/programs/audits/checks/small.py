@@ -48,7 +48,7 @@ def check_small_collectives(movement: Movement) -> Iterator[Finding]:
 
 
 def _is_independent(movement: Movement, collective: Collective) -> bool:
-    """True for moves of parameters or their gradients, which do not wait for each other.
+    """Moves of parameters or their gradients do not wait for each other.
 
     Activations do: each sum of a model that is split over features comes after the one before.
     """
