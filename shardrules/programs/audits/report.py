@@ -1,4 +1,4 @@
-"""What a compiler made of a function: the report of an audit, which prints, and can be saved and compared."""
+"""The report of an audit on what a compiler made of a function. It prints, and can be saved and compared."""
 
 import json
 from collections.abc import Sequence
@@ -56,13 +56,13 @@ class AuditedArray:
     """The spec in the compiled program."""
     device_bytes: int
     donated: bool = False
-    """Whether a result is written over it."""
+    """A donated array, which a result is written over."""
 
 
 @final
 @attrs.frozen
 class AuditReport:
-    """What a compiler made of a function for a target, from `audit`. It prints as a page.
+    """A function as a compiler made it for a target, from `audit`. It prints as a page.
 
     All figures are for one device and one call of the function, loops included.
 
@@ -93,21 +93,21 @@ class AuditReport:
     """The function's own FLOPs, all devices together; `None` where it does not say how often a loop runs."""
     time: StepTime
     lines: tuple[LineTime, ...] = attrs.field(repr=False)
-    """What each line of Python takes of the time, the longest first. It adds up to `time.seconds`."""
+    """The time of each line of Python, the longest first. It adds up to `time.seconds`."""
     findings: tuple[Finding, ...] = attrs.field(repr=False)
-    """What no rule or spec asks for, errors first."""
+    """Everything that no rule or spec asks for, errors first."""
     compile_seconds: float = attrs.field(default=0.0, eq=False)
     """Tracing and lowering included."""
     hlo_text: str = attrs.field(default="", repr=False, eq=False)
     """The compiled program."""
     kernel_seconds: tuple[tuple[str, float], ...] = attrs.field(default=(), repr=False)
-    """What each run is modelled to take of kernels that the compiled program may not say it of, by instruction."""
+    """The modelled time of one run of kernels whose work the compiled program may not have, by instruction."""
     timeline: Timeline = attrs.field(default=Timeline(""), repr=False, eq=False)
-    """What runs when; empty in a report that was read from JSON without it."""
+    """The schedule of a step; empty in a report that was read from JSON without it."""
 
     @property
     def wire_bytes(self) -> int:
-        """What one device sends in one call, if collectives run as rings."""
+        """The bytes that one device sends in one call, if collectives run as rings."""
         return sum(collective.total_wire_bytes for collective in self.collectives)
 
     @property
@@ -117,12 +117,12 @@ class AuditReport:
 
     @property
     def peak_bytes(self) -> int:
-        """What one device needs: arguments, results that are not written over them, and temporaries."""
+        """The memory that one device needs: arguments, results that are not written over them, and temporaries."""
         return self.memory.peak_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether a device has that much memory, and the compiler has not refused the program."""
+        """Returns whether a device has that much memory, and the compiler has not refused the program."""
         # A compiler may refuse a program whose categories add up to less: TPUs need memory for more than these.
         refused = any(finding.code == "does-not-fit" for finding in self.findings)
         return self.peak_bytes <= self.hardware.memory_bytes and not refused
