@@ -13,23 +13,24 @@ are; they load whole arrays and place them with `jax.device_put`, and orbax read
 median over rounds, the time of the processor that of all threads of the process. The memory is how much the peak of a
 process of its own grows while it saves. Loading is from the memory that the system keeps of files: disks would hide it.
 
-**Last answer.** 2026-11-27, 2 cores of an AMD EPYC on ext4 that other work kept busy (load 14, memory nearly full),
-Python 3.11.7, JAX 0.10.2, 3 rounds, 268 MB. Ours over theirs, the smallest to the largest of the four layouts:
+**Last answer.** 2026-11-27, 2 quiet cores of an AMD EPYC on ext4, Python 3.11.7, JAX 0.10.2, 10 rounds, 268 MB. Ours
+over theirs, the smallest to the largest of the four layouts:
 
 | | time | processor |
 |---|---|---|
-| `save_safetensors`, fresh name | 0.12 to 1.51 | 0.13 to 0.89 |
-| `save_safetensors`, over an old file | 0.49 to 1.12 | 0.46 to 0.98 |
-| `load_safetensors` | 0.18 to 0.58 | 0.09 to 0.37 |
-| `save_equinox`, fresh name | 0.14 to 6.01 | 0.14 to 7.33 |
-| `save_equinox`, over an old file | 0.77 to 1.19 | 0.74 to 1.05 |
-| `load_equinox` | 0.08 to 0.26 | 0.06 to 0.15 |
-| `save_orbax`, fresh name | 0.81 to 1.57 | 0.80 to 0.98 |
-| `save_orbax`, over an old checkpoint | 0.86 to 1.68 | 0.90 to 1.31 |
-| `load_orbax` | 0.64 to 0.96 | 0.93 to 1.07 |
+| `save_safetensors`, fresh name | 0.15 to 0.97 | 0.09 to 0.91 |
+| `save_safetensors`, over an old file | 0.93 to 1.08 | 0.84 to 0.94 |
+| `load_safetensors` | 0.12 to 0.61 | 0.07 to 0.46 |
+| `save_equinox`, fresh name | 0.35 to 0.95 | 0.25 to 1.01 |
+| `save_equinox`, over an old file | 0.90 to 0.96 | 0.87 to 1.05 |
+| `load_equinox` | 0.06 to 0.22 | 0.04 to 0.13 |
+| `save_orbax`, fresh name | 0.82 to 1.13 | 0.82 to 1.10 |
+| `save_orbax`, over an old checkpoint | 0.95 to 1.00 | 0.96 to 1.01 |
+| `load_orbax` | 0.75 to 1.01 | 0.73 to 1.00 |
 
-New files found no free memory in some rounds, on either side: times of theirs under fresh names vary by 20 times, and
-of ours once by 6. It has not been run on a quiet machine. The host holds 0 % of the tree while ours save.
+Of arrays that each device holds whole, saving safetensors took 1.47 and 1.16 times as long in that run, in which new
+files found no free memory in some rounds (0.7 s instead of 0.1 s, on either side). Run twice by itself, with 14 rounds,
+it took 0.93 and 1.05 to 1.08; these are in the table. The host holds 0 % of the tree while ours save.
 
 Run it as `python benchmarks/save_time.py`; `--smoke` for toy sizes, `--check` to fail above the limits.
 """

@@ -6,10 +6,18 @@ computed again in the backward pass, or all of it but matmuls (`dots_with_no_bat
 and the ratio is the time of a plan over that of the fastest expert that fits, both by our model of the compiled
 program. With `--plan-only` nothing is compiled, and ratios are of modelled times over the best of all time limits.
 
-**Last answer.** 2026-11-27, 2 very busy cores (load 6 to 16) of an AMD EPYC, JAX 0.10.2. Compiled, only the GPT in a
-list with 60 s: 604 ms, 0.910 of the fastest expert (664 ms where matmuls are kept, 734 ms where nothing is), with six
-plans in 64 s, 16 s of a core. With `--plan-only` and 60 s, of what longer searches find: the GPT 1.003, the encoder and
-decoder 1.000 (2 plans), the Llama with adapters 1.000 (6 plans in 9 s of a core).
+**Last answer.** 2026-11-27, 2 busy cores (load 2 to 15) of an AMD EPYC, JAX 0.10.2, compiled. The time of the plan over
+that of the fastest expert, and what that is:
+
+| | 60 s | 120 s | 600 s | FSDP, full | FSDP, dots |
+|---|---|---|---|---|---|
+| GPT in a list, 16 H100s | 0.904 | 0.904 | 0.904 | 734 ms | 664 ms |
+| Llama with cuDNN, 64 H100s | 0.960 | 0.960 | 0.960 | 984 ms | 841 ms |
+| encoder and decoder, 16 H100s | 0.909 | 0.909 | 0.909 | 322 ms | 280 ms |
+| mixture of experts, 16 H100s | 0.770 | 0.770 | 0.770 | 3,910 ms | 3,910 ms |
+| Llama with adapters, 64 H100s | 0.940 | 0.940 | 0.940 | 1,006 ms | 891 ms |
+
+Searches took 9 to 148 s of a core, and kept their limits.
 
 Run it as `python benchmarks/train_early.py`; see `--help` for less. Compiling needs the extra `cuda`, and the Llama
 with attention by cuDNN the extra `cudnn`.

@@ -5,97 +5,115 @@ What you compose with is here. The rest is in five rooms: `errors`, `reports` (w
 environment variable, and every name is imported when it is first used.
 """
 
-import functools
 import importlib
-import sys
 import threading
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from shardrules import errors, meshes, presets, reports, specs
-    from shardrules.checkpoints.equinox import load_equinox
-    from shardrules.checkpoints.orbax import load_orbax
-    from shardrules.checkpoints.safetensors import load_safetensors
-    from shardrules.checkpoints.save_equinox import save_equinox
-    from shardrules.checkpoints.save_orbax import save_orbax
-    from shardrules.checkpoints.save_safetensors import save_safetensors
-    from shardrules.checks.analyzer import ShardingAnalyzer
-    from shardrules.core.finding import Finding
-    from shardrules.core.leaf import Decision, Leaf
-    from shardrules.core.leaves import Leaves, Verdict
-    from shardrules.core.rule import (
-        ChainShardingRule,
-        LeafShardingRule,
-        LeavesShardingRule,
-        MirrorShardingRule,
-        ShardingPlan,
-        ShardingRule,
-        SpecTreeShardingRule,
-        decide,
-    )
-    from shardrules.core.tree import leaf_paths
-    from shardrules.drawing.plans import picture
-    from shardrules.mesh.creation import create_mesh
-    from shardrules.mesh.processes import barrier_sync
-    from shardrules.mesh.shape import mesh_shape
-    from shardrules.moves.elastic import recover
-    from shardrules.moves.move import reshard
-    from shardrules.moves.prepare import plan_reshard
-    from shardrules.page.page import report_page
-    from shardrules.placement.agree import check_same_plan
-    from shardrules.placement.batches.batch import place_batch
-    from shardrules.placement.batches.prefetch import place_batches
-    from shardrules.placement.constrain import constrain, logical_axes, with_sharding_constraint
-    from shardrules.placement.functions.jit import filter_jit
-    from shardrules.placement.functions.shard_map import filter_shard_map
-    from shardrules.placement.gather import filter_gather
-    from shardrules.placement.init import filter_init
-    from shardrules.placement.shard import filter_shard
-    from shardrules.placement.source import ArraySource
-    from shardrules.programs.attention.attention import sharded_attention
-    from shardrules.programs.audits.audit import audit
-    from shardrules.programs.audits.expect import assert_collectives, assert_fits, assert_plan_matches
-    from shardrules.programs.audits.fits import fits, largest_batch
-    from shardrules.programs.autoplan.autoplan import autoplan
-    from shardrules.programs.autoplan.graph.machine import Assumptions
-    from shardrules.programs.compiled.kernel_costs import kernel_cost
-    from shardrules.programs.experts.expert_exchange import expert_exchange
-    from shardrules.programs.machine.hardware import Hardware
-    from shardrules.programs.machine.targets import Target
-    from shardrules.programs.pipelines.pipeline import pipeline
-    from shardrules.programs.pipelines.schedule import PipelineSchedule
-    from shardrules.programs.regions.check import check_region
-    from shardrules.programs.regions.region import alternatives, region
-    from shardrules.programs.training.plan_training import plan_training
-    from shardrules.rules.auto import AutoShardingRule
-    from shardrules.rules.composite import CompositeShardingRule
-    from shardrules.rules.dim import DimShardingRule
-    from shardrules.rules.files.load import load_rules
-    from shardrules.rules.fitted import FittedShardingRule
-    from shardrules.rules.fsdp import FSDPShardingRule
-    from shardrules.rules.logical.rule import LogicalShardingRule
-    from shardrules.rules.memory import MemoryConstrainedShardingRule
-    from shardrules.rules.regex import RegexShardingRule
-    from shardrules.rules.replicate import ReplicateShardingRule
-    from shardrules.rules.shape_based import ShapeBasedShardingRule
-    from shardrules.rules.stacked import StackedShardingRule
-    from shardrules.rules.text import DEFAULT_OPS, parse_rule, register_op
+from typing import Any
 
 __version__ = "0.1.0"
 
+_MODULES = {
+    # Leaves
+    "Leaf": "core.leaf",
+    "Decision": "core.leaf",
+    "Leaves": "core.leaves",
+    "Verdict": "core.leaves",
+    "leaf_paths": "core.tree",
+    # Rules
+    "ShardingRule": "core.rule",
+    "LeafShardingRule": "core.rule",
+    "LeavesShardingRule": "core.rule",
+    "ChainShardingRule": "core.rule",
+    "MirrorShardingRule": "core.rule",
+    "SpecTreeShardingRule": "core.rule",
+    "decide": "core.rule",
+    "AutoShardingRule": "rules.auto",
+    "CompositeShardingRule": "rules.composite",
+    "DimShardingRule": "rules.dim",
+    "FittedShardingRule": "rules.fitted",
+    "FSDPShardingRule": "rules.fsdp",
+    "LogicalShardingRule": "rules.logical",
+    "MemoryConstrainedShardingRule": "rules.memory",
+    "RegexShardingRule": "rules.regex",
+    "ReplicateShardingRule": "rules.replicate",
+    "ShapeBasedShardingRule": "rules.shape_based",
+    "StackedShardingRule": "rules.stacked",
+    # Rules as text
+    "load_rules": "rules.files.load",
+    "parse_rule": "rules.text",
+    "register_op": "rules.text",
+    "DEFAULT_OPS": "rules.text",
+    # Plans
+    "ShardingPlan": "core.rule",
+    "Finding": "core.finding",
+    # Meshes
+    "create_mesh": "mesh.creation",
+    "mesh_shape": "mesh.shape",
+    # Placement
+    "filter_shard": "placement.shard",
+    "filter_init": "placement.init",
+    "filter_jit": "placement.functions.jit",
+    "filter_shard_map": "placement.functions.shard_map",
+    "filter_gather": "placement.gather",
+    "place_batch": "placement.batches.batch",
+    "place_batches": "placement.batches.prefetch",
+    "with_sharding_constraint": "placement.constrain",
+    "constrain": "placement.constrain",
+    "logical_axes": "placement.constrain",
+    # Checkpoints
+    "load_equinox": "checkpoints.equinox",
+    "load_orbax": "checkpoints.orbax",
+    "load_safetensors": "checkpoints.safetensors",
+    "save_equinox": "checkpoints.equinox",
+    "save_orbax": "checkpoints.orbax",
+    "save_safetensors": "checkpoints.safetensors",
+    "ArraySource": "placement.source",
+    # Moves
+    "reshard": "moves.move",
+    "plan_reshard": "moves.prepare",
+    "recover": "moves.elastic",
+    # Processes
+    "barrier_sync": "mesh.processes",
+    "check_same_plan": "placement.agree",
+    # Analysis
+    "ShardingAnalyzer": "checks.analyzer",
+    "audit": "programs.audits.audit",
+    "Target": "programs.machine.targets",
+    "Hardware": "programs.machine.hardware",
+    "kernel_cost": "programs.compiled.kernel_costs",
+    # Regions
+    "alternatives": "programs.regions.region",
+    "region": "programs.regions.region",
+    "check_region": "programs.regions.check",
+    "sharded_attention": "programs.attention.attention",
+    "expert_exchange": "programs.experts.expert_exchange",
+    # Pipelines
+    "pipeline": "programs.pipelines.pipeline",
+    "PipelineSchedule": "programs.pipelines.schedule",
+    "fits": "programs.audits.fits",
+    "largest_batch": "programs.audits.fits",
+    "assert_plan_matches": "programs.audits.expect",
+    "assert_collectives": "programs.audits.expect",
+    "assert_fits": "programs.audits.expect",
+    # Autoplan
+    "autoplan": "programs.autoplan.autoplan",
+    "plan_training": "programs.training.plan_training",
+    "Assumptions": "programs.autoplan.graph.machine",
+    # Pages
+    "picture": "drawing.plans",
+    "report_page": "page.page",
+    # Rooms
+    "errors": "",
+    "meshes": "",
+    "presets": "",
+    "reports": "",
+    "specs": "",
+}
+"""The module of each export, in the order in which they are listed; `__init__.pyi` says the same to type checkers."""
+
+__all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
+
 _LOCK = threading.RLock()
 """Threads that import different names at once would find modules half imported, JAX's own among them."""
-
-
-@functools.cache
-def _modules() -> dict[str, str]:
-    """From name to module, read off the imports under `TYPE_CHECKING`: the one list of what is imported late."""
-    import ast
-    import inspect
-
-    blocks = [node for node in ast.parse(inspect.getsource(sys.modules[__name__])).body if isinstance(node, ast.If)]
-    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
 def __getattr__(name: str) -> Any:
@@ -106,115 +124,16 @@ def __getattr__(name: str) -> Any:
 
 
 def _imported(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         rooms = [importlib.import_module(f"{__name__}.{room}") for room in ("errors", "meshes", "specs")]
         home = next((room.__name__ for room in rooms if name in room.__all__), "")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + (home and f"; use {home}.{name}"))
-    module = _modules()[name]
-    if module == __name__:
-        return importlib.import_module(f"{module}.{name}")  # a room
-    globals()[name] = value = getattr(importlib.import_module(module), name)
+    module = _MODULES[name]
+    if not module:
+        return importlib.import_module(f"{__name__}.{name}")  # a room
+    globals()[name] = value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-__all__ = [
-    # Leaves
-    "Leaf",
-    "Decision",
-    "Leaves",
-    "Verdict",
-    "leaf_paths",
-    # Rules
-    "ShardingRule",
-    "LeafShardingRule",
-    "LeavesShardingRule",
-    "AutoShardingRule",
-    "ChainShardingRule",
-    "CompositeShardingRule",
-    "DimShardingRule",
-    "FittedShardingRule",
-    "FSDPShardingRule",
-    "LogicalShardingRule",
-    "MemoryConstrainedShardingRule",
-    "MirrorShardingRule",
-    "RegexShardingRule",
-    "ReplicateShardingRule",
-    "ShapeBasedShardingRule",
-    "SpecTreeShardingRule",
-    "StackedShardingRule",
-    "decide",
-    # Rules as text
-    "load_rules",
-    "parse_rule",
-    "register_op",
-    "DEFAULT_OPS",
-    # Plans
-    "ShardingPlan",
-    "Finding",
-    # Meshes
-    "create_mesh",
-    "mesh_shape",
-    # Placement
-    "filter_shard",
-    "filter_init",
-    "filter_jit",
-    "filter_shard_map",
-    "filter_gather",
-    "place_batch",
-    "place_batches",
-    "with_sharding_constraint",
-    "constrain",
-    "logical_axes",
-    # Checkpoints
-    "load_equinox",
-    "load_orbax",
-    "load_safetensors",
-    "save_equinox",
-    "save_orbax",
-    "save_safetensors",
-    "ArraySource",
-    # Moves
-    "reshard",
-    "plan_reshard",
-    "recover",
-    # Processes
-    "barrier_sync",
-    "check_same_plan",
-    # Analysis
-    "ShardingAnalyzer",
-    "audit",
-    "Target",
-    "Hardware",
-    "kernel_cost",
-    # Regions
-    "alternatives",
-    "region",
-    "check_region",
-    "sharded_attention",
-    "expert_exchange",
-    # Pipelines
-    "pipeline",
-    "PipelineSchedule",
-    "fits",
-    "largest_batch",
-    "assert_plan_matches",
-    "assert_collectives",
-    "assert_fits",
-    # Autoplan
-    "autoplan",
-    "plan_training",
-    "Assumptions",
-    # Pages
-    "picture",
-    "report_page",
-    # Rooms
-    "errors",
-    "meshes",
-    "presets",
-    "reports",
-    "specs",
-]

@@ -7,8 +7,8 @@ from shardrules.mesh.axes import (
     get_mesh_axis_size,
     get_submesh_device_index,
 )
+from shardrules.mesh.axis_types import AxisTypes
 from shardrules.mesh.creation import (
-    AxisTypes,
     calculate_host_mesh_shape,
     cpu_context,
     create_cpu_mesh,

@@ -11,20 +11,16 @@ from typing import TypeAlias
 from shardrules.placement.source import Index
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
-"""Where a box starts and stops in each dimension."""
+"""The start and the stop of a box in each dimension."""
 
 _LONG_BYTES = 256 * 2**10
-"""Runs of this length are read and written one by one: a call for each costs little beside its bytes. With half of it
-more calls are made, with double more shards are kept on the host together."""
+"""Runs of this length are read and written one by one: a call costs little beside their bytes. Chosen by hand."""
 
 _TOGETHER_BYTES = 2**30
-"""How much is read or written together at most, since the host keeps it meanwhile. Half of it reads rows of large
-tables more often, double takes more memory."""
+"""The most that is read or written together, since the host keeps it meanwhile. Chosen by hand."""
 
 BLOCK_BYTES = 2 * 2**20
-"""How much is put together, cut and checked at once. With half of it saving over columns takes an eighth more time of
-the processor, with double the same, and caches of cores may be too small."""
-
+"""The bytes that are put together, cut and checked at once, so that they stay in caches. Chosen by hand."""
 
 _PAGE_BYTES = 4096
 
@@ -45,9 +41,12 @@ def byte_steps(shape: tuple[int, ...], itemsize: int) -> list[int]:
     return [itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
-def distance(position: Sequence[int], steps: Sequence[int]) -> int:
-    """Returns how far from the beginning of the array a position is."""
-    return sum(index * step for index, step in zip(position, steps, strict=False))
+def byte_range(box: Box, steps: Sequence[int], itemsize: int) -> tuple[int, int]:
+    """Returns the first byte of a box, from the beginning of the array, and the first after it."""
+    start = sum(first * step for (first, _), step in zip(box, steps, strict=True))
+    return start, start + sum(
+        (stop - first - 1) * step for (first, stop), step in zip(box, steps, strict=True)
+    ) + itemsize
 
 
 def run_of(sizes: tuple[int, ...], steps: Sequence[int], itemsize: int) -> tuple[int, int]:
@@ -60,17 +59,11 @@ def run_of(sizes: tuple[int, ...], steps: Sequence[int], itemsize: int) -> tuple
     return 0, run_bytes
 
 
-def box_groups(boxes: Sequence[Box], shape: tuple[int, ...], itemsize: int) -> list[list[int]]:
-    """Returns the indices of the boxes, those that lie beside each other as one group where their runs are short.
+def box_groups(boxes: Sequence[Box], shape: tuple[int, ...], itemsize: int) -> list[tuple[list[int], Box]]:
+    """Returns the indices of boxes in groups, each with the box that it fills.
 
-    Each group fills a box. The last dimension is joined first: it makes runs longer.
-
-    ```python
-    from shardrules.checkpoints.boxes import box_groups
-
-    columns = [((0, 64), (0, 8)), ((0, 64), (8, 16))]
-    assert box_groups(columns, (64, 16), 4) == [[0, 1]]
-    ```
+    Boxes that lie beside each other are one group where their runs are short. The last dimension is joined first: it
+    makes runs longer.
     """
     groups = [([index], box) for index, box in enumerate(boxes)]
     steps = byte_steps(shape, itemsize)
@@ -79,29 +72,22 @@ def box_groups(boxes: Sequence[Box], shape: tuple[int, ...], itemsize: int) -> l
             break
         if any(box[dim] != (0, shape[dim]) for _, box in groups):
             groups = _joined(groups, dim, itemsize)
-    return [indices for indices, _ in groups]
+    return groups
 
 
 def _joined(groups: list[tuple[list[int], Box]], dim: int, itemsize: int) -> list[tuple[list[int], Box]]:
     """Joins groups that differ only in dimension `dim`, and there lie beside each other."""
     keyed = sorted(groups, key=lambda group: (group[1][:dim] + group[1][dim + 1 :], group[1][dim]))
-    result: list[tuple[list[int], Box]] = []
-    for indices, box in keyed:
-        last = result[-1][1] if result else None
-        if last is not None and last[:dim] + last[dim + 1 :] == box[:dim] + box[dim + 1 :]:
-            whole = (*box[:dim], (last[dim][0], box[dim][1]), *box[dim + 1 :])
-            if last[dim][1] == box[dim][0] and math.prod(box_sizes(whole)) * itemsize <= _TOGETHER_BYTES:
-                result[-1] = ([*result[-1][0], *indices], whole)
-                continue
-        result.append((indices, box))
+    result = keyed[:1]
+    for indices, box in keyed[1:]:
+        others, last = result[-1]
+        whole = (*box[:dim], (last[dim][0], box[dim][1]), *box[dim + 1 :])
+        is_beside = whole == (*last[:dim], whole[dim], *last[dim + 1 :]) and last[dim][1] == box[dim][0]
+        if is_beside and math.prod(box_sizes(whole)) * itemsize <= _TOGETHER_BYTES:
+            result[-1] = ([*others, *indices], whole)
+        else:
+            result.append((indices, box))
     return result
-
-
-def bounding_box(boxes: Sequence[Box]) -> Box:
-    """Returns the box that a group of boxes fills."""
-    return tuple(
-        (min(start for start, _ in pairs), max(stop for _, stop in pairs)) for pairs in zip(*boxes, strict=True)
-    )
 
 
 def row_blocks(box: Box, outer: int, rows: int) -> Iterator[Box]:
@@ -121,12 +107,11 @@ def block_rows(step: int) -> int:
 
 def overlap(block: Box, box: Box) -> tuple[Index, Index] | None:
     """Returns the slices of a block and of a box that both have, if they have any."""
-    of_block: list[slice] = []
-    of_box: list[slice] = []
-    for (block_start, block_stop), (start, stop) in zip(block, box, strict=True):
-        low, high = max(block_start, start), min(block_stop, stop)
-        if low >= high:
-            return None
-        of_block.append(slice(low - block_start, high - block_start))
-        of_box.append(slice(low - start, high - start))
-    return tuple(of_block), tuple(of_box)
+    common = [(max(a, b), min(c, d)) for (a, c), (b, d) in zip(block, box, strict=True)]
+    if any(low >= high for low, high in common):
+        return None
+    of_block, of_box = (
+        tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(common, whole, strict=True))
+        for whole in (block, box)
+    )
+    return of_block, of_box

@@ -25,22 +25,20 @@ KEY = "shardrules.checksums"
 DAMAGED = (
     "copy it again, or load another checkpoint; verify=False loads it as it is, also after another program changed it"
 )
-"""What to do about a file that differs from its checksums."""
+"""The remedy for a file that differs from its checksums."""
 
 UNKNOWN = 2**32 - 1
-"""Stands for a checksum that is not known yet."""
+"""In place of a checksum that is not known yet."""
 
 _LEAST_BLOCK = 4096
-"""A page, which systems read whole: checking a slice reads no more from a disk. Half of it doubles the text, which is a
-thousandth of the file; double makes processes read more around short slices."""
+"""A page, which systems read whole: checking a slice reads no more from a disk."""
 
 _MOST_BLOCKS = 2**22
-"""Beyond it, blocks become larger: the text takes 16 MB, and the format of safetensors allows headers of 100 MB."""
+"""Beyond it, blocks become larger: the text takes 16 MB, and headers of safetensors may have 100 MB."""
 
 SUM_CHARS = 4
 MOST_TEXT_BYTES = 100 * 10**6
-"""More than texts have, as for headers of safetensors. Doubled, a broken file makes a process read more before it is
-refused; halved, files of ten million tensors are."""
+"""The limit of the format of safetensors for headers, and more than texts of checksums have."""
 _EMPTY = b"."
 _TEXT = re.compile(r"crc=([0-9a-f]{8}) block=([0-9]{8}) sums=([A-Za-z0-9+/]*)")
 _FOLD = np.uint64(0x9E3779B97F4A7C15)
@@ -62,31 +60,13 @@ class TensorSums:
         return (first + np.flatnonzero(actual != self.values[first : first + len(actual)])).tolist()
 
 
-def block_bytes(tensor_bytes: Sequence[int]) -> int:
-    """Returns how long the blocks of a file are, by the bytes of its tensors."""
-    block = _LEAST_BLOCK
-    while sum(tensor_bytes) > block * _MOST_BLOCKS:
-        block *= 2
-    return block
-
-
 def block_count(nbytes: int, block: int) -> int:
-    """Returns how many blocks a tensor has; the last may be shorter."""
+    """Returns the number of blocks of a tensor; the last may be shorter."""
     return -(-nbytes // block)
 
 
 def block_sums(data: np.ndarray, block: int) -> np.ndarray:
-    """Returns the checksum of each block of some bytes.
-
-    ```python
-    from shardrules.checkpoints.checksums import block_sums
-
-    data = np.zeros(10_000, np.uint8)
-    before = block_sums(data, 4096)
-    data[5000] ^= 1
-    assert (block_sums(data, 4096) != before).tolist() == [False, True, False]
-    ```
-    """
+    """Returns the checksum of each block of some bytes."""
     whole = len(data) // block
     sums = np.empty(block_count(len(data), block), np.uint32)
     if whole:
@@ -108,9 +88,13 @@ def _weights(count: int) -> np.ndarray:
     return weights
 
 
-def blank_text(count: int, block: int) -> str:
-    """Returns the text of a file with so many blocks, of which no checksum is known yet."""
-    return f"crc={0:08x} block={block:08} sums={_EMPTY.decode() * (SUM_CHARS * count)}"
+def blank_text(tensor_bytes: Sequence[int]) -> tuple[int, str]:
+    """Returns the bytes of a block for tensors of these sizes, and the text before any checksum is known."""
+    block = _LEAST_BLOCK
+    while sum(tensor_bytes) > block * _MOST_BLOCKS:
+        block *= 2
+    count = sum(block_count(size, block) for size in tensor_bytes)
+    return block, f"crc={0:08x} block={block:08} sums={_EMPTY.decode() * (SUM_CHARS * count)}"
 
 
 def sums_text(values: np.ndarray) -> bytes:
@@ -156,5 +140,5 @@ def read_text(text: str, headers: Sequence[bytes], nbytes: Sequence[int]) -> lis
 
 
 def is_text(value: Any) -> bool:
-    """Whether something is such a text: so a damaged name of it is noticed."""
+    """Returns whether something is such a text: so a damaged name of it is noticed."""
     return isinstance(value, str) and _TEXT.fullmatch(value) is not None

@@ -9,6 +9,7 @@ the others; a file that exists is never opened. A process that was killed leaves
 the same name removes it: so two jobs cannot save under one name at once.
 """
 
+import bisect
 import contextlib
 import ctypes
 import errno
@@ -21,7 +22,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import attrs
 import numpy as np
@@ -36,51 +37,63 @@ from shardrules.checkpoints.checksums import (
     sums_text,
     unknown_sums,
 )
-from shardrules.checkpoints.saved import SavedLeaf
-from shardrules.checkpoints.tensor_writer import local_parts, read_at, write_at, write_tensor
+from shardrules.checkpoints.leaves import NUMBERS, SavedLeaf
+from shardrules.checkpoints.tensor_file import read_into
+from shardrules.checkpoints.tensor_writer import local_parts, write_at, write_tensor
 from shardrules.core.errors import CheckpointError, DisagreementError
 from shardrules.core.jax_state import process_count, process_id
 from shardrules.core.storage.files import open_regular
 from shardrules.mesh.processes import exchange
 
-_PLANS = "what is saved"
-"""The step in which processes compare what they save."""
-
 _TEMPORARY = ".saving"
 """The end of the names of files that are being written."""
 
 _TOKEN_BYTES = 8
-"""64 bits that nobody guesses. Half of them are found by trying, double only makes names longer."""
+"""64 bits that nobody guesses."""
 
 _NAME_BYTES = 150
-"""How much of a name a temporary one keeps. File systems allow 255 bytes: our own additions take 42, and those of orbax
-to a folder some 50. Half of it hides which file it is from people, double is too long."""
+"""The part of a name that a temporary one keeps, of the 255 bytes of file systems: we add 42, and orbax some 50."""
 
-_AT_FDCWD = -100
-"""For `renameat2`: paths are relative to the folder of the process."""
-
-_T = TypeVar("_T")
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""For `renameat2`: paths are relative to the folder of the process; the two names change places."""
 
 
 @final
 @attrs.frozen(eq=False)
 class FileLayout:
-    """What goes where in one file."""
+    """The places of headers and tensors in one file."""
 
     path: Path
     size: int
     texts: tuple[tuple[int, bytes], ...]
-    """Headers, each with its offset."""
-    tensors: tuple[tuple[int, int], ...]
+    """Headers, each with its offset; the text of checksums is in the last."""
+    tensors: tuple[tuple[int, int], ...] = ()
     """The index of a leaf, and the offset at which it begins."""
-    block: int
-    """The bytes of the blocks that have checksums; their text is in the last of `texts`."""
+    block: int = 0
+    """The bytes of the blocks that have checksums."""
 
     @property
     def sums_offset(self) -> int:
-        """Where the checksums begin in the file."""
+        """The position of the checksums in the file."""
         offset, text = self.texts[-1]
         return offset + sums_start(text)
+
+
+@final
+@attrs.frozen(eq=False)
+class SavePlan:
+    """The leaves that are saved, and the files that a format puts them into."""
+
+    leaves: Sequence[SavedLeaf]
+    text: str
+    """All that the files depend on beside the leaves."""
+    layouts: Callable[[int], Sequence[FileLayout]] = lambda _: ()
+    """The files of a generation; the last one makes them the checkpoint, and the others have names of their own."""
+    own_names: str = ""
+    """A regular expression for the names of the files of all generations."""
+    free_generation: Callable[[], int] = lambda: 0
+    clear: Callable[[], None] = lambda: None
+    """Removes what was the checkpoint before."""
 
 
 @final
@@ -91,10 +104,18 @@ class Saving:
     title: str
     timeout: float
 
-    def agree(self, step: str, error: Exception | None = None, notes: Any = None) -> list[Any]:
-        """Returns the notes of all processes once each has finished a step; raises on all of them if one has not."""
+    def agree(self, step: str, work: Callable[[], Any], *, by_first: bool = False) -> list[Any]:
+        """Does a step, which with `by_first` is the first process's alone, and returns the results of all processes.
+
+        None returns before all have done it; where it fails on one, it raises on all of them.
+        """
+        error, result = None, None
+        try:
+            result = None if by_first and process_id() else work()
+        except Exception as failure:  # noqa: BLE001  raised below, after the others know
+            error = failure
         text = None if error is None else f"{type(error).__name__}: {error}"
-        answers = exchange(json.dumps([text, notes]), f"{self.title}: {step}", self.title, self.timeout)
+        answers = exchange(json.dumps([text, result]), f"{self.title}: {step}", self.title, self.timeout)
         if isinstance(error, OSError):
             name = f" {error.filename}" if error.filename else ""
             raise CheckpointError(f"{self.title} cannot be saved: {error.strerror or error}{name}") from error
@@ -104,27 +125,28 @@ class Saving:
         failures = [f"\n  process {process}: {text}" for process, (text, _) in enumerate(results) if text is not None]
         if failures:
             raise CheckpointError(f"{self.title} was not saved, since other processes failed:{''.join(failures)}")
-        return [notes for _, notes in results]
+        return [result for _, result in results]
 
-    def plan(self, make: Callable[[], _T]) -> _T:
-        """Returns what `make` returns: what this process saves. Its error is raised on all processes."""
-        try:
-            return make()
-        except Exception as error:
-            self.agree(_PLANS, error)
-            raise
-
-    def agree_on(self, leaves: Sequence[SavedLeaf], layout: str, notes: Any = None) -> tuple[list[int], str, Any]:
-        """Returns which process writes each leaf that processes have whole, and a token and the notes of the first.
+    def agree_on(self, make: Callable[[], SavePlan]) -> tuple[SavePlan, list[int], str, int]:
+        """Returns what this process saves, which process writes each leaf, a token, and a free generation.
 
         Raises where the processes do not save the same.
         """
-        # Numbers are compared too: of different ones only the first process's would be saved.
-        texts = [f"{leaf.path} {leaf.dtype}{leaf.shape}{_number(leaf)}" for leaf in leaves]
-        digest = hashlib.sha256("\n".join([layout, *texts]).encode(errors="surrogatepass")).hexdigest()
-        local = "".join("01"[leaf.is_local] for leaf in leaves)
-        results = self.agree(_PLANS, None, [digest, local, secrets.token_hex(_TOKEN_BYTES), notes])
-        different = [str(process) for process, (other, *_) in enumerate(results) if other != results[0][0]]
+        plans: list[SavePlan] = []
+
+        def work() -> list[Any]:
+            plans.append(plan := make())
+            # Numbers are compared too: of different ones only the first process's would be saved.
+            numbers = [leaf.value if isinstance(leaf.value, NUMBERS) else "" for leaf in plan.leaves]
+            pairs = zip(plan.leaves, numbers, strict=True)
+            texts = [f"{leaf.path} {leaf.dtype}{leaf.shape} {number!r}" for leaf, number in pairs]
+            digest = hashlib.sha256("\n".join([plan.text, *texts]).encode(errors="surrogatepass")).hexdigest()
+            local = "".join("01"[leaf.is_local] for leaf in plan.leaves)
+            # The first process looks for names: another may not see yet what it removed a moment ago.
+            return [digest, local, secrets.token_hex(_TOKEN_BYTES), None if process_id() else plan.free_generation()]
+
+        results = self.agree("what is saved", work)
+        different = [str(process) for process, (digest, *_) in enumerate(results) if digest != results[0][0]]
         if different:
             raise DisagreementError(
                 f"{self.title}: the tree of process {', '.join(different)} differs from process 0's in paths, shapes, "
@@ -132,35 +154,21 @@ class Saving:
             )
         # What is local everywhere is written by the first process; what is on the devices of one process, by that one.
         columns = map("".join, zip(*(local for _, local, *_ in results), strict=True))
-        return [column.find("1") for column in columns], results[0][2], results[0][3]
+        return plans[0], [column.find("1") for column in columns], *results[0][2:]
 
-    def write(
-        self,
-        files: Sequence[FileLayout],
-        leaves: Sequence[SavedLeaf],
-        writers: Sequence[int],
-        token: str,
-        own_names: str,
-        finish: Callable[[], None],
-        undo: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Writes all files and gives them their names.
-
-        `own_names` matches the names of this checkpoint's files, by which what killed processes have left is found.
-        The first process calls `finish` at the end, and `undo` if that fails.
-        """
-        process = process_id()
-        names = [temporary_name(file.path, token) for file in files]
+    def write_files(self, make: Callable[[], SavePlan]) -> None:
+        """Writes all files of a plan, and gives them their names."""
+        plan, writers, token, generation = self.agree_on(make)
+        files = plan.layouts(generation)
+        folder, names = files[0].path.parent, [temporary_name(file.path, token) for file in files]
         pairs = list(zip(files, names, strict=True))
         folders: list[Path] = []
-
         modes: list[int | None] = []
 
         def create() -> None:
-            folder = files[0].path.parent
             folders.extend(make_folders(folder))
-            remove_leftovers(folder, "|".join([own_names, *(re.escape(short_name(file.path)) for file in files)]))
-            old = [path for path in folder.iterdir() if re.fullmatch(own_names, path.name)]
+            remove_leftovers(folder, "|".join([plan.own_names, *(re.escape(short_name(file.path)) for file in files)]))
+            old = [path for path in folder.iterdir() if re.fullmatch(plan.own_names, path.name)]
             forget(old)
             # Of a checkpoint of several files, the new ones may have other names.
             modes.extend(_mode_of([file.path, *old]) for file in files)
@@ -168,23 +176,27 @@ class Saving:
                 _create(file, name, mode)
 
         def rename() -> None:
+            for (file, name), mode in zip(pairs, modes, strict=True):
+                _seal(file, name, mode)
             try:
-                for (file, name), mode in zip(pairs, modes, strict=True):
-                    _seal(file, name, mode)
-                for file, name in pairs:
+                for file, name in pairs[:-1]:
                     name.replace(file.path)
-                finish()
+                _sync_folder(folder)
+                names[-1].replace(files[-1].path)
             except BaseException:
-                undo()
+                if names[-1].exists():
+                    remove(file.path for file in files[:-1])
                 raise
+            _sync_folder(folder)
+            plan.clear()
 
         try:
-            self.agree("the files", error_of(create if process == 0 else lambda: None))
-            self.agree("the arrays", error_of(lambda: [_fill(*pair, leaves, writers) for pair in pairs]))
-            self.agree("the checksums", error_of(lambda: [_fill_sums(*pair, leaves) for pair in pairs]))
-            self.agree("the names", error_of(rename if process == 0 else lambda: None))
+            self.agree("the files", create, by_first=True)
+            self.agree("the arrays", lambda: _fill(pairs, plan.leaves, writers))
+            self.agree("the checksums", lambda: _fill_sums(pairs, plan.leaves))
+            self.agree("the names", rename, by_first=True)
         except BaseException:
-            if process == 0:
+            if process_id() == 0:
                 remove(names)
                 remove_folders(folders)
             raise
@@ -251,35 +263,7 @@ def _mode_of(paths: Iterable[Path]) -> int | None:
     return None
 
 
-def _open_new(path: Path, mode: int | None) -> int:
-    """Makes a file, which its owner can write as long as it is open; one that exists, or a link, raises."""
-    handle = os.open(
-        path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666 if mode is None else 0o600
-    )
-    if mode is not None:
-        os.fchmod(handle, mode | 0o600)
-    return handle
-
-
-def write_synced(path: Path, text: bytes) -> None:
-    """Writes a small file as a whole or not at all."""
-    temporary = temporary_name(path, secrets.token_hex(_TOKEN_BYTES))
-    try:
-        remove_leftovers(path.parent, re.escape(short_name(path)))
-        mode = _mode_of([path])
-        with os.fdopen(_open_new(temporary, mode), "wb") as file:
-            file.write(text)
-            file.flush()
-            if mode is not None:
-                os.fchmod(file.fileno(), mode)
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        remove([temporary])
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Waits until the names in a folder are on the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -295,7 +279,7 @@ def replace_folder(new: Path, old: Path) -> None:
     aside = new
     if not old.exists():
         new.replace(old)
-        sync_folder(old.parent)
+        _sync_folder(old.parent)
         return
     shutil.copymode(old, new)
     if not _exchange_names(new, old):
@@ -307,7 +291,7 @@ def replace_folder(new: Path, old: Path) -> None:
         except OSError:
             aside.replace(old)
             raise
-    sync_folder(old.parent)
+    _sync_folder(old.parent)
     # What is left of the old one harms nothing, and the next save removes it.
     shutil.rmtree(aside, ignore_errors=True)
 
@@ -328,31 +312,24 @@ def remove_leftover_folders(old: Path) -> None:
 
 
 def _exchange_names(first: Path, second: Path) -> bool:
-    """Whether the system could exchange two names at once, as Linux and macOS can on most file systems."""
-    libc = ctypes.CDLL(None)
-    names = os.fsencode(first), os.fsencode(second)
-    if hasattr(libc, "renameat2"):  # with RENAME_EXCHANGE
-        return libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], 2) == 0
-    # With RENAME_SWAP.
-    return hasattr(libc, "renamex_np") and libc.renamex_np(*names, 2) == 0
+    """Returns whether the system could exchange two names at once, as Linux can on most file systems, and macOS.
 
-
-def error_of(work: Callable[[], Any]) -> Exception | None:
-    """Returns what went wrong, so that all processes hear of it before any raises."""
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001  raised by `agree`, after the others know
-        return error
-    return None
-
-
-def _number(leaf: SavedLeaf) -> str:
-    return f" {leaf.value!r}" if isinstance(leaf.value, bool | int | float | complex) else ""
+    Python itself cannot: with two of its renames there is a moment without a checkpoint, in which a reader finds none,
+    a killed process leaves none, and a second process that saves under this name moves the wrong folder away.
+    """
+    libc, names = ctypes.CDLL(None), (os.fsencode(first), os.fsencode(second))
+    if hasattr(libc, "renameat2"):
+        return libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
+    return hasattr(libc, "renamex_np") and libc.renamex_np(*names, _RENAME_EXCHANGE) == 0  # there it is RENAME_SWAP
 
 
 def _create(file: FileLayout, name: Path, mode: int | None) -> None:
-    handle = _open_new(name, mode)
+    """Makes a file, which its owner can write as long as it is open; one that exists, or a link, raises."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    handle = os.open(name, flags, 0o666 if mode is None else 0o600)
     try:
+        if mode is not None:
+            os.fchmod(handle, mode | 0o600)
         _reserve(handle, file.size)
         for offset, text in file.texts:
             write_at(handle, offset, text)
@@ -361,18 +338,16 @@ def _create(file: FileLayout, name: Path, mode: int | None) -> None:
 
 
 def _reserve(handle: int, size: int) -> None:
-    """Gives a new file its size, and its place on the disk where the system can do so at once: then writing is faster.
+    """Gives a new file its size and, where the system can, its place on the disk: then writing takes a third less time.
 
     A disk that is too full raises.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "fallocate"):
-        if libc.fallocate(handle, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
-            return
-        error = ctypes.get_errno()
-        if error in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(error, os.strerror(error))
-    os.truncate(handle, size)
+    try:
+        os.posix_fallocate(handle, 0, size)
+    except (AttributeError, OSError) as error:  # macOS has no such function
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        os.truncate(handle, size)
 
 
 @contextlib.contextmanager
@@ -393,35 +368,44 @@ def _opened(name: Path, *, sync: bool) -> Iterator[int]:
         os.close(handle)
 
 
-def _fill(file: FileLayout, name: Path, leaves: Sequence[SavedLeaf], writers: Sequence[int]) -> None:
-    """Writes what this process has of the tensors of a file, and the checksums of the blocks that it fills."""
+def _fill(pairs: Sequence[tuple[FileLayout, Path]], leaves: Sequence[SavedLeaf], writers: Sequence[int]) -> None:
+    """Writes what this process has of the tensors of files, and the checksums of the blocks that it fills."""
     process = process_id()
-    parts = [local_parts(leaves[leaf_index], writers[leaf_index] == process) for leaf_index, _ in file.tensors]
-    if not any(parts):
-        return
-    # A single process syncs at the end.
-    with _opened(name, sync=process_count() > 1) as handle:
-        sums = [
-            write_tensor(handle, offset, leaves[leaf_index], tensor_parts, file.block)
-            for (leaf_index, offset), tensor_parts in zip(file.tensors, parts, strict=True)
-        ]
-        _write_sums(handle, file, np.concatenate(sums))
+    for file, name in pairs:
+        parts = [local_parts(leaves[leaf_index], writers[leaf_index] == process) for leaf_index, _ in file.tensors]
+        if any(parts):
+            # A single process syncs at the end.
+            with _opened(name, sync=process_count() > 1) as handle:
+                sums = [
+                    write_tensor(handle, offset, leaves[leaf_index], tensor_parts, file.block)
+                    for (leaf_index, offset), tensor_parts in zip(file.tensors, parts, strict=True)
+                ]
+                _write_sums(handle, file, np.concatenate(sums))
 
 
-def _fill_sums(file: FileLayout, name: Path, leaves: Sequence[SavedLeaf]) -> None:
+def _fill_sums(pairs: Sequence[tuple[FileLayout, Path]], leaves: Sequence[SavedLeaf]) -> None:
     """Writes this process's share of the checksums of blocks that several runs fill, perhaps of several processes."""
-    sizes = [leaves[leaf_index].nbytes for leaf_index, _ in file.tensors]
-    ends = np.cumsum([0, *(block_count(size, file.block) for size in sizes)])
-    with _opened(name, sync=process_count() > 1) as handle:
-        unknown = unknown_sums(read_at(handle, file.sums_offset, SUM_CHARS * int(ends[-1])))
-        sums = np.full(int(ends[-1]), UNKNOWN, np.uint32)
-        # By their own indices: other processes may have written theirs already.
-        for index in [index for index in unknown if index % process_count() == process_id()]:
-            tensor = int(np.searchsorted(ends, index, "right")) - 1
-            start = (index - int(ends[tensor])) * file.block
-            data = read_at(handle, file.tensors[tensor][1] + start, min(file.block, sizes[tensor] - start))
-            sums[index] = block_sums(np.frombuffer(data, np.uint8), file.block)[0]
-        _write_sums(handle, file, sums)
+    for file, name in pairs:
+        sizes = [leaves[leaf_index].nbytes for leaf_index, _ in file.tensors]
+        *_, count = ends = np.cumsum([0, *(block_count(size, file.block) for size in sizes)]).tolist()
+        if not count:
+            continue
+        with _opened(name, sync=process_count() > 1) as handle:
+            unknown = unknown_sums(_read_at(handle, file.sums_offset, SUM_CHARS * count, name))
+            sums = np.full(count, UNKNOWN, np.uint32)
+            # By their own indices: other processes may have written theirs already.
+            for index in [index for index in unknown if index % process_count() == process_id()]:
+                tensor = bisect.bisect_right(ends, index) - 1
+                start = (index - ends[tensor]) * file.block
+                data = _read_at(handle, file.tensors[tensor][1] + start, min(file.block, sizes[tensor] - start), name)
+                sums[index] = block_sums(np.frombuffer(data, np.uint8), file.block)[0]
+            _write_sums(handle, file, sums)
+
+
+def _read_at(handle: int, offset: int, count: int, name: Path) -> bytes:
+    data = bytearray(count)
+    read_into(handle, offset, memoryview(data), name)
+    return bytes(data)
 
 
 def _write_sums(handle: int, file: FileLayout, sums: np.ndarray) -> None:
@@ -434,7 +418,7 @@ def _write_sums(handle: int, file: FileLayout, sums: np.ndarray) -> None:
 def _seal(file: FileLayout, name: Path, mode: int | None) -> None:
     """Writes the checksum of all headers, gives the file its mode, and waits until everything is on the disk."""
     with _opened(name, sync=True) as handle:
-        position, crc = sealed([read_at(handle, offset, len(text)) for offset, text in file.texts])
+        position, crc = sealed([_read_at(handle, offset, len(text), name) for offset, text in file.texts])
         write_at(handle, file.texts[-1][0] + position, crc)
         if mode is not None:
             os.fchmod(handle, mode)

@@ -1,12 +1,14 @@
-"""`load_equinox`: what `eqx.tree_serialise_leaves` wrote, straight into shardings.
+"""`load_equinox` and `save_equinox`: the files of `eqx.tree_serialise_leaves`, from and into shardings.
 
 Such a file is one npy block after the other: one for each array and each Python number, in the order of the leaves. It
 has no paths, and only the headers of all blocks before it tell where a block begins.
 """
 
 import ast
+import io
 import math
 import os
+import re
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
@@ -14,22 +16,27 @@ from typing import Any, Literal, final
 
 import attrs
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardrules.checkpoints.checksums import DAMAGED, MOST_TEXT_BYTES, TensorSums, read_text
-from shardrules.checkpoints.names import Mismatch, StoredArray, compare, mismatch_findings, refuse
-from shardrules.checkpoints.requested import (
+from shardrules.checkpoints.checksums import DAMAGED, MOST_TEXT_BYTES, TensorSums, blank_text, read_text
+from shardrules.checkpoints.commit import FileLayout, SavePlan, Saving
+from shardrules.checkpoints.leaves import (
+    NUMBERS,
     RequestedLeaf,
+    SavedLeaf,
     check_flags,
-    python_value,
+    local_path,
+    refuse,
     requested_leaves,
+    saved_leaves,
+    title_of,
     with_values,
 )
-from shardrules.checkpoints.tensor_file import FileTensor, file_source, local_path
+from shardrules.checkpoints.names import Mismatch, StoredArray, compare, mismatch_findings
+from shardrules.checkpoints.tensor_file import FileTensor, file_source
 from shardrules.core.axes import AnyMesh
-from shardrules.core.errors import ConfigError
+from shardrules.core.errors import CheckpointError
 from shardrules.core.finding import Finding
 from shardrules.core.storage.files import open_regular
 from shardrules.placement.destination import resolve_destination
@@ -37,19 +44,18 @@ from shardrules.rules.how import How
 
 _MAGIC = b"\x93NUMPY"
 
-CHECKSUMS = b"\x93SHARDRULES "
-"""How the checksums begin that `save_equinox` writes after the last block."""
+_CHECKSUMS = b"\x93SHARDRULES "
+"""The beginning of the checksums that `save_equinox` writes after the last block."""
 
 _MOST_HEADER_BYTES = 10_000
-"""The limit of numpy itself. Doubled, a broken length makes a process read more before it is refused; halved, dtypes of
-many fields are, which no model has."""
+"""The limit of numpy itself."""
 
 _DTYPES = {
     "<V2": np.dtype(jnp.bfloat16),
     "|V2": np.dtype(jnp.bfloat16),
     "<f1": np.dtype(jnp.float8_e5m2),
 }
-"""How numpy writes dtypes that are not its own, where only one dtype is written so."""
+"""Dtypes that are not numpy's own, as numpy writes them, where only one dtype is written so."""
 
 
 def load_equinox(
@@ -73,10 +79,8 @@ def load_equinox(
     - `like`: the tree that was saved, with arrays or `ShapeDtypeStruct`s: `eqx.filter_eval_shape` makes one. Python
         numbers come back from the file; other leaves stay as they are.
     - `how`, `mesh`: where the arrays go, as for `filter_shard`.
-    - `surplus`: whether arrays and numbers that the file has after those of `like` are an `"error"`, or to `"skip"`.
-    - `cast`: whether an array of another dtype than the leaf's is converted, part by part on the host, or is an error.
-    - `verify`: whether what is read is compared with the checksums that `save_equinox` wrote. Files of Equinox itself
-        have none.
+    - `surplus`: `"error"` refuses arrays and numbers that the file has after those of `like`, `"skip"` ignores them.
+    - `cast`, `verify`: as for `load_safetensors`; files of Equinox itself have no checksums.
 
     **Returns:**
 
@@ -98,130 +102,101 @@ def load_equinox(
     assert model.layers[0].weight.sharding.spec == P("model", None)
     ```
     """
-    check_flags("load_equinox", cast=cast, verify=verify)
-    if surplus not in ("error", "skip"):
-        raise ConfigError(f"surplus must be 'error' or 'skip', got {surplus!r}")
+    check_flags("load_equinox", surplus, cast=cast, verify=verify)
     destination = resolve_destination(like, how, mesh, caller="load_equinox")
     leaves = requested_leaves(like, destination, "load_equinox")
-    has_block = [isinstance(leaf.value, jax.ShapeDtypeStruct) or eqx.is_array_like(leaf.value) for leaf in leaves]
     # Equinox saves whatever is like an array, and only numbers can be compared without a shape.
     findings = [
         Finding("error", "no-shape", f"a {type(value).__name__} is saved as an array, and has no shape to compare")
         for value, sharding in zip(destination.values, destination.shardings, strict=True)
-        if sharding is None and eqx.is_array_like(value) and not isinstance(value, bool | int | float | complex)
+        if sharding is None and eqx.is_array_like(value) and not isinstance(value, NUMBERS)
     ]
     file = _with_suffix(local_path(path, "load_equinox"))
-    stored_leaves = [leaf for leaf, has in zip(leaves, has_block, strict=True) if has]
-    tensors, problems = read_blocks(file, stored_leaves, cast, surplus, verify)
+    stored_leaves = [leaf for leaf in leaves if not leaf.has_values or eqx.is_array_like(leaf.value)]
+    tensors, problems = _read_tensors(file, stored_leaves, cast, surplus, verify)
     refuse(f"load_equinox: {file}", [*findings, *problems])
-    blocks = iter(tensors)
-    values: list[Any] = []
-    for leaf, has in zip(leaves, has_block, strict=True):
-        if not has:
-            values.append(leaf.value)
-            continue
-        tensor = next(blocks)
+    values: dict[int, Any] = {id(leaf): leaf.value for leaf in leaves}
+    for leaf, tensor in zip(stored_leaves, tensors, strict=True):
         source = file_source([tensor], (), leaf.device_dtype if leaf.is_array else tensor.dtype)
-        values.append(source if leaf.is_array else python_value(source, leaf))
-    return with_values(destination, leaves, values)
+        values[id(leaf)] = source if leaf.is_array else leaf.python_value(source.part(()).item())
+    return with_values(destination, leaves, list(values.values()))
 
 
-def read_blocks(
+def _read_tensors(
     path: Path, leaves: Sequence[RequestedLeaf], cast: bool, surplus: str, verify: bool
 ) -> tuple[list[FileTensor], list[Finding]]:
     """Returns the tensor of each leaf, and what is wrong; where something is, there may be fewer tensors."""
+    sums: Sequence[TensorSums] | None = None
     try:
         with open_regular(path) as file:
-            return _read_blocks(file, path, leaves, cast, surplus, verify)
+            blocks, problem = _read_blocks(file, path, leaves)
+            size, end = os.fstat(file.fileno()).st_size, blocks[-1].end if blocks else 0
+            if problem is None and verify and end < size:
+                sums = _sums(file, size, blocks)
+                if sums is None:
+                    message = "its headers differ from their checksum"
+                    problem = Finding("error", "damaged", message, str(path), DAMAGED)
     except FileNotFoundError:
         return [], [Finding("error", "file", "no such file", str(path))]
     except OSError as error:
         return [], [Finding("error", "file", f"cannot be read: {error.strerror or error}", str(path))]
+    problems = [] if problem is None else [problem]
+    others = blocks[len(leaves) :]
+    if others and surplus == "error":
+        listed = ", ".join(str(block.stored) for block in others[:3]) + (" ..." if len(others) > 3 else "")
+        arrays = "1 more array or number" if len(others) == 1 else f"{len(others)} more arrays or numbers"
+        nbytes = sum(len(block.header) + block.bytes for block in others)
+        message = f"it has {arrays}, {nbytes} bytes, after the {len(leaves)} of `like`: {listed}"
+        remedy = '`like` lacks what was saved after them; surplus="skip" ignores it'
+        problems.append(Finding("error", "surplus", message, str(path), remedy))
+    mismatches: list[Mismatch] = []
+    tensors: list[FileTensor] = []
+    for index, (leaf, block) in enumerate(zip(leaves, blocks, strict=False)):
+        stored = block.stored
+        mismatches += compare(leaf, f"block {index}", stored, cast=cast)
+        if stored.dtype is not None:
+            block_sums = sums[index] if sums else None
+            tensor = FileTensor(path, block.offset, stored.shape, stored.dtype, block.fortran, leaf.path, block_sums)
+            tensors.append(tensor)
+    return tensors, [*mismatch_findings(mismatches), *problems]
 
 
-def _read_blocks(
-    file: FileIO, path: Path, leaves: Sequence[RequestedLeaf], cast: bool, surplus: str, verify: bool
-) -> tuple[list[FileTensor], list[Finding]]:
+def _read_blocks(file: FileIO, path: Path, leaves: Sequence[RequestedLeaf]) -> tuple[list["_Block"], Finding | None]:
+    """Returns all blocks of a file, and why one cannot be read: after a bad header nothing can."""
     size = os.fstat(file.fileno()).st_size
     blocks: list[_Block] = []
-    mismatches: list[Mismatch] = []
-    findings: list[Finding] = []
-    sums: Sequence[TensorSums] | None = None
     offset = 0
-    for index, leaf in enumerate(leaves):
-        if offset == size or _is_checksums(file, offset):
-            message = f"the file ends here, after {index} of {len(leaves)} arrays and numbers"
-            findings.append(Finding("error", "ended", message, leaf.path, "save the tree that `like` describes"))
-            break
-        # Where a block begins follows from the size of the one before: after a bad header nothing can be read.
-        block = _read_header(file, offset, size, leaf.dtype)
+    while offset < size and os.pread(file.fileno(), len(_CHECKSUMS), offset) != _CHECKSUMS:
+        index = len(blocks)
+        leaf = leaves[index] if index < len(leaves) else None
+        leaf_path, where = leaf.path if leaf else str(path), f"block {index}, at byte {offset}: "
+        block = _read_header(file, offset, size, leaf.dtype if leaf else None)
         if isinstance(block, str):
-            message = f"block {index}, at byte {offset}: {block}"
-            findings.append(Finding("error", "unreadable", message, leaf.path))
-            break
-        offset = block.end
-        if offset > size:
-            message = f"the file has {size} bytes, and its block {index}, {block.stored}, would end at byte {offset}"
-            findings.append(Finding("error", "truncated", message, leaf.path, "copy the file again"))
-            break
-        mismatches += compare(leaf, f"block {index}", block.stored, cast=cast)
+            return blocks, Finding("error", "unreadable", where + block, leaf_path)
+        if block.end > size:
+            message = f"{where}{block.stored} would end at byte {block.end}, and the file has {size} bytes"
+            return blocks, Finding("error", "truncated", message, leaf_path, "copy the file again")
         blocks.append(block)
-    else:
-        others, problems = _surplus(file, path, offset, size, len(leaves), surplus)
-        findings += problems
-        offset = others[-1].end if others else offset
-        if verify and not problems and offset < size:
-            sums = _sums(file, offset, size, [*blocks, *others])
-            if sums is None:
-                findings.append(
-                    Finding("error", "damaged", "its headers differ from their checksum", str(path), DAMAGED)
-                )
-    tensors = [
-        FileTensor(path, block.offset, stored.shape, stored.dtype, block.fortran, leaf.path, block_sums)
-        for block, leaf, block_sums in zip(blocks, leaves, sums or [None] * len(blocks), strict=False)
-        if (stored := block.stored).dtype is not None
-    ]
-    return tensors, [*mismatch_findings(mismatches, [], []), *findings]
+        offset = block.end
+    if len(blocks) >= len(leaves):
+        return blocks, None
+    message = f"the file ends here, after {len(blocks)} of {len(leaves)} arrays and numbers"
+    leaf_path = leaves[len(blocks)].path
+    return blocks, Finding("error", "ended", message, leaf_path, "save the tree that `like` describes")
 
 
-def _is_checksums(file: FileIO, offset: int) -> bool:
-    return os.pread(file.fileno(), len(CHECKSUMS), offset) == CHECKSUMS
-
-
-def _sums(file: FileIO, offset: int, size: int, blocks: Sequence["_Block"]) -> list[TensorSums] | None:
+def _sums(file: FileIO, size: int, blocks: Sequence["_Block"]) -> list[TensorSums] | None:
     """Returns the checksums of all blocks, which stand after the last; `None` where headers or they are damaged."""
+    offset = blocks[-1].end if blocks else 0
     text = os.pread(file.fileno(), min(size - offset, MOST_TEXT_BYTES), offset)
     headers = [*(block.header for block in blocks), text]
-    return read_text(text[len(CHECKSUMS) :].decode("ascii", "replace"), headers, [block.bytes for block in blocks])
-
-
-def _surplus(
-    file: FileIO, path: Path, offset: int, size: int, count: int, surplus: str
-) -> tuple[list["_Block"], list[Finding]]:
-    """Returns the blocks after those of all leaves, and what is wrong with them."""
-    start = offset
-    blocks: list[_Block] = []
-    while offset < size and not _is_checksums(file, offset):
-        block = _read_header(file, offset, size, None)
-        if isinstance(block, str) or block.end > size:
-            why = block if isinstance(block, str) else f"{block.stored} would end at byte {block.end}"
-            message = f"block {count + len(blocks)}, at byte {offset}: {why}"
-            return blocks, [Finding("error", "unreadable", message, str(path))]
-        blocks.append(block)
-        offset = block.end
-    if not blocks or surplus != "error":
-        return blocks, []
-    listed = ", ".join(str(block.stored) for block in blocks[:3]) + (" ..." if len(blocks) > 3 else "")
-    arrays = "1 more array or number" if len(blocks) == 1 else f"{len(blocks)} more arrays or numbers"
-    message = f"it has {arrays}, {offset - start} bytes, after the {count} of `like`: {listed}"
-    remedy = '`like` lacks what was saved after them; surplus="skip" ignores it'
-    return blocks, [Finding("error", "surplus", message, str(path), remedy)]
+    return read_text(text[len(_CHECKSUMS) :].decode("ascii", "replace"), headers, [block.bytes for block in blocks])
 
 
 @final
 @attrs.frozen(eq=False)
 class _Block:
-    """The numbers of a block: where they begin, how many bytes they take, their order, and what they are."""
+    """An npy block: its header, and where its numbers begin, their bytes, their order and their kind."""
 
     header: bytes
     offset: int
@@ -231,7 +206,7 @@ class _Block:
 
     @property
     def end(self) -> int:
-        """Where the next block begins."""
+        """The position of the next block."""
         return self.offset + self.bytes
 
 
@@ -285,3 +260,63 @@ def _dtype(descr: Any, expected: np.dtype | None) -> tuple[int, np.dtype | None]
     if dtype.hasobject:
         raise TypeError("it holds Python objects")
     return dtype.itemsize, dtype if dtype.kind in "biufc" else None
+
+
+def save_equinox(path: Any, tree: Any, *, timeout: float = 1800) -> None:
+    """Saves the arrays and Python numbers of a tree as `eqx.tree_serialise_leaves` does, and typed PRNG keys too.
+
+    Every process calls it, with the same tree, and writes what its own devices hold, shard by shard, straight into the
+    file: no process holds more of the tree on its host than an array, mostly one shard. All must write to one file
+    system. An old file is replaced at once, when everything is on the disk.
+
+    **Arguments:**
+
+    - `path`: the file. As in Equinox, it ends in `.eqx` if it has no other suffix.
+    - `tree`: any pytree. Of typed PRNG keys the key data are saved, which `load_equinox` wraps again. Leaves that are
+        neither arrays nor Python numbers are not saved.
+    - `timeout`: the seconds that a process waits for the others at each step.
+
+    **Raises:**
+
+    `CheckpointError`, listing everything that cannot be saved, for addresses of cloud stores, or when the file cannot
+    be written: on all processes, whichever failed. `DisagreementError` where processes have different trees;
+    `BarrierTimeoutError` and `BarrierError` as in `barrier_sync`.
+
+    ```python
+    state = {"w": jnp.ones((16, 8)), "step": 7, "key": jax.random.key(0)}
+    sr.save_equinox("state.eqx", sr.filter_shard(state, P(), sr.create_mesh("data:8")))
+    restored = sr.load_equinox("state.eqx", state, P(), sr.create_mesh("data:4,model:2"))
+    assert restored["step"] == 7 and restored["key"] == jax.random.key(0)
+    ```
+    """
+    saving = Saving(title_of("save_equinox", path), timeout)
+
+    def plan() -> SavePlan:
+        target = local_path(path, "save_equinox")
+        if not target.name:
+            raise CheckpointError(f"{saving.title} cannot be saved: it is a folder, and this saves one file")
+        target = target if target.suffix else target.with_suffix(".eqx")
+        leaves, findings = saved_leaves(tree, "save_equinox", lambda _: "")
+        refuse(saving.title, findings, "saved, and nothing was written")
+        return SavePlan(leaves, str(target), lambda _: [_layout(target, leaves)], re.escape(target.name))
+
+    saving.write_files(plan)
+
+
+def _layout(target: Path, leaves: Sequence[SavedLeaf]) -> FileLayout:
+    """One npy block after the other: a header, and the numbers. Then the checksums, which Equinox does not read."""
+    texts: list[tuple[int, bytes]] = []
+    tensors: list[tuple[int, int]] = []
+    offset = 0
+    for leaf_index, leaf in enumerate(leaves):
+        header = io.BytesIO()
+        descr = np.lib.format.dtype_to_descr(leaf.dtype)
+        fields = {"descr": descr, "fortran_order": False, "shape": leaf.shape}
+        np.lib.format.write_array_header_1_0(header, fields)
+        texts.append((offset, header.getvalue()))
+        offset += len(texts[-1][1])
+        tensors.append((leaf_index, offset))
+        offset += leaf.nbytes
+    block, sums = blank_text([leaf.nbytes for leaf in leaves])
+    texts.append((offset, _CHECKSUMS + sums.encode()))
+    return FileLayout(target, offset + len(texts[-1][1]), tuple(texts), tuple(tensors), block)

@@ -1,4 +1,4 @@
-"""The headers of safetensors files, and the index of several: what they say, and what is wrong with that.
+"""The headers of safetensors files, and the index of several, with all that is wrong with them.
 
 A file is eight bytes that hold the length of its header, the header (JSON: a dtype, a shape and two offsets for each
 tensor), and the tensors, one after the other without gaps. Large models come as several files and an index that says
@@ -10,7 +10,7 @@ import collections
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PureWindowsPath
 from typing import Any, TypeAlias, final
 
@@ -18,7 +18,8 @@ import attrs
 import jax.numpy as jnp
 import numpy as np
 
-from shardrules.checkpoints.checksums import DAMAGED, KEY, TensorSums, is_text, read_text
+from shardrules.checkpoints.checksums import DAMAGED, KEY, MOST_TEXT_BYTES, TensorSums, is_text, read_text
+from shardrules.checkpoints.leaves import is_unicode
 from shardrules.checkpoints.names import StoredArray
 from shardrules.checkpoints.tensor_file import FileTensor
 from shardrules.core.check import bytes_text
@@ -51,24 +52,19 @@ DTYPES: dict[str, Any] = {
 """The dtypes of files that arrays can have."""
 
 INDEX = ".safetensors.index.json"
-"""How the name of an index ends."""
-
-MOST_HEADER_BYTES = 100 * 10**6
-"""The limit of the format itself: ten times the largest header that exists. Doubled, a broken length makes a process
-read more before it is refused; halved, nothing that exists is."""
+"""The end of the name of an index."""
 
 _METADATA = "__metadata__"
 """The name of strings in a header, beside those of the tensors."""
 
 _MOST_DIMS = 32
-"""What numpy arrays have at most."""
+"""The most that numpy arrays have."""
 
 _MOST_SIZE = 2**63
 """The sizes and offsets of files are below it."""
 
-_MOST_PROBLEMS = 8
-"""How many findings there are about one file: a damaged header may be wrong at every tensor. Doubled, they fill another
-screen; halved, a second cause would often be missing."""
+_SUGGESTIONS = 8
+"""For how many files a similar name is suggested: each looks at all names."""
 
 _POINTER = b"version "
 _HTML = ("it is an HTML page", "download the file itself")
@@ -83,10 +79,7 @@ _FORMATS = {
     b"<!": _HTML,
     b"<htm": _HTML,
 }
-"""What is often found under the name of a safetensors file, by its first bytes, and what to do about it."""
-
-_KINDS = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean", type(None): "null"}
-"""What JSON may be instead of a table."""
+"""Other formats that are often named as safetensors, by their first bytes, with the remedy."""
 
 _COPY = "copy or download the file again"
 
@@ -94,19 +87,26 @@ _COPY = "copy or download the file again"
 @final
 @attrs.frozen(eq=False)
 class Safetensors:
-    """What the headers of one or more files say."""
+    """The contents of one or more files, as their headers describe them."""
 
     stored: dict[str, StoredArray]
     """Each tensor by name."""
-    tensors: Mapping[str, FileTensor]
-    """Where each tensor is, for dtypes that arrays can have."""
+    headers: Mapping[str, "_Header"]
+    """The file of each tensor."""
     problems: list[Finding]
+
+    def tensor(self, name: str) -> FileTensor:
+        """Returns where a tensor is, which has a dtype that arrays can have."""
+        header, stored = self.headers[name], self.stored[name]
+        assert stored.dtype is not None
+        start, sums = header.begin + header.entries[name][2], header.sums.get(name)
+        return FileTensor(header.path, start, stored.shape, stored.dtype, name=repr(name), sums=sums)
 
 
 @final
 @attrs.frozen(eq=False)
 class SafetensorsIndex:
-    """What an index says."""
+    """The contents of an index."""
 
     path: Path
     files: dict[str, Path]
@@ -134,19 +134,20 @@ def read_headers(path: Path, *, whole: bool = True, verify: bool = True) -> Safe
     stored: dict[str, StoredArray] = {}
     headers: dict[str, _Header] = {}
     files, index, problems = _files(path, verify)
+    file_of = index.files if index else {}
     for file in files:
-        header, file_problems = _read_header(file, whole, verify)
+        header, file_problems = _read_header(file, index, whole, verify)
         problems += file_problems
         arrays = header.stored
         if index:  # it says which of several files counts
-            arrays = {name: array for name, array in arrays.items() if name not in index or index[name] == file}
+            arrays = {name: array for name, array in arrays.items() if file_of.get(name, file) == file}
         if not stored.keys().isdisjoint(arrays):
             remedy = "write an index that says which one counts"
             twice = [name for name in arrays if name in stored]
             problems += [_problem(file, f"{name!r} is in another file too", remedy) for name in twice]
         stored |= arrays
         headers |= dict.fromkeys(arrays, header)
-    return Safetensors(stored, _Tensors(headers), [*problems, *_missing(index, stored, problems)])
+    return Safetensors(stored, headers, [*problems, *_missing(file_of, stored, problems)])
 
 
 def _missing(
@@ -159,72 +160,50 @@ def _missing(
         if name not in stored and str(file) not in unreadable:
             missing.setdefault(file, []).append(name)
     for count, (file, names) in enumerate(missing.items()):
-        hint = suggest(names[0], stored) if count < _MOST_PROBLEMS else ""  # each looks at all names
+        hint = suggest(names[0], stored) if count < _SUGGESTIONS else ""
         more = f", nor {len(names) - 1} more" if len(names) > 1 else ""
         yield _problem(
             file, f"the index says that it has {names[0]!r}, and it does not{hint}{more}", "write the index again"
         )
 
 
-def _files(path: Path, verify: bool) -> tuple[list[Path], dict[str, Path], list[Finding]]:
-    """Returns the files to read, for each tensor in an index its file, and what is wrong."""
+def _files(path: Path, verify: bool) -> tuple[list[Path], SafetensorsIndex | None, list[Finding]]:
+    """Returns the files to read, the index if there is one, and what is wrong."""
     try:
-        if path.is_dir():
-            inside = sorted(path.iterdir())
-            indices = [file for file in inside if file.name.endswith(INDEX)]
-            files = [file for file in inside if file.suffix == ".safetensors"]
-            if len(indices) > 1:
-                listed = ", ".join(file.name for file in indices)
-                return [], {}, [_problem(path, f"it has several indices: {listed}", "pass one of them")]
-            if not indices:
-                remedy = "pass the folder or the file that was saved"
-                missing = [] if files else [_problem(path, "this folder has no .safetensors file", remedy)]
-                return files, {}, missing
-            path = indices[0]
-        if not path.is_file():
-            what = "it is not a regular file" if path.exists() else "no such file or folder"
-            return [], {}, [_problem(path, what)]
+        is_folder = path.is_dir()
+        inside = sorted(path.iterdir()) if is_folder else [path]
     except OSError as error:
-        return [], {}, [_problem(path, f"cannot be read: {error.strerror or error}")]
-    if path.suffix != ".json":
-        return [path], {}, []
-    index = read_index(path, verify=verify)
-    problems = list(index.problems)
-    files = []
-    for file in dict.fromkeys(index.files.values()):
-        problem = _absence(file, path)
-        if problem is None:
-            files.append(file)
-        else:
-            problems.append(problem)
-    return files, index.files, problems
-
-
-def _absence(file: Path, index: Path) -> Finding | None:
-    try:
-        if file.is_file():
-            return None
-        what = "is not a regular file" if file.exists() else "does not exist"
-        message = f"the index {index.name} names this file, and it {what}"
-    except OSError as error:
-        message = f"the index {index.name} names this file, and it cannot be read: {error.strerror or error}"
-    return _problem(file, message, "download it, or write the index again")
+        return [], None, [_problem(path, f"cannot be read: {error.strerror or error}")]
+    indices = [file for file in inside if (file.name.endswith(INDEX) if is_folder else file.suffix == ".json")]
+    if len(indices) > 1:
+        listed = ", ".join(file.name for file in indices)
+        return [], None, [_problem(path, f"it has several indices: {listed}", "pass one of them")]
+    if indices:
+        index = read_index(indices[0], verify=verify)
+        return list(dict.fromkeys(index.files.values())), index, index.problems
+    files = [file for file in inside if file.suffix == ".safetensors" or not is_folder]
+    remedy = "pass the folder or the file that was saved"
+    return files, None, [] if files else [_problem(path, "this folder has no .safetensors file", remedy)]
 
 
 def read_index(path: Path, *, verify: bool = True) -> SafetensorsIndex:
     """Reads an index; the files that it names may be missing."""
     try:
-        text = _read_text(path)
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MOST_TEXT_BYTES:
+                raise _BrokenError(f"it has {bytes_text(size)}, and an index at most {bytes_text(MOST_TEXT_BYTES)}")
+            text = file.read().removeprefix(b"\xef\xbb\xbf")  # a mark of its encoding
         table = _table(text, _unique_keys)
         weight_map = table.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise _BrokenError("it has no weight_map, or an empty one")
+        _check_names(weight_map)
         paths: dict[str, Path] = {}
-        for name, file in weight_map.items():
-            _check_name(name)
-            if not isinstance(file, str) or file not in paths:
-                _check_file(name, file)
-                paths[file] = path.parent / file
+        for name, file_name in weight_map.items():
+            if not isinstance(file_name, str) or file_name not in paths:
+                _check_file(name, file_name)
+                paths[file_name] = path.parent / file_name
     except (_BrokenError, OSError) as error:
         remedy = 'an index holds {"weight_map": {name: file}}; copy or download it again'
         why = str(error) if isinstance(error, _BrokenError) else error.strerror or error
@@ -258,83 +237,43 @@ def is_pointer(path: Path) -> bool:
         return file.read(8) == _POINTER
 
 
-def _read_text(path: Path) -> bytes:
-    """The text of an index, which may begin with a mark of its encoding."""
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MOST_HEADER_BYTES:
-            raise _BrokenError(f"it has {bytes_text(size)}, and an index at most {bytes_text(MOST_HEADER_BYTES)}")
-        return file.read().removeprefix(b"\xef\xbb\xbf")
-
-
 @final
 @attrs.frozen(eq=False)
 class _Header:
-    """What a file holds."""
+    """The contents of one file."""
 
     path: Path
     begin: int = 0
-    """Where its data begin."""
+    """The position of its data."""
     entries: Mapping[str, "_Entry"] = attrs.field(factory=dict)
     stored: dict[str, StoredArray] = attrs.field(factory=dict)
     sums: Mapping[str, TensorSums] = attrs.field(factory=dict)
     """The checksums of tensors that have any."""
 
-    def tensor(self, name: str) -> FileTensor | None:
-        """Where a tensor is; `None` for a dtype that arrays cannot have."""
-        dtype, (_, shape, start, _) = self.stored[name].dtype, self.entries[name]
-        if dtype is None:
-            return None
-        return FileTensor(self.path, self.begin + start, shape, dtype, name=repr(name), sums=self.sums.get(name))
 
-
-@final
-@attrs.frozen(eq=False)
-class _Tensors(Mapping[str, FileTensor]):
-    """Where tensors are: worked out for those that are asked for, since headers may hold a million."""
-
-    headers: Mapping[str, _Header]
-
-    def __getitem__(self, name: str) -> FileTensor:
-        tensor = self.headers[name].tensor(name)
-        if tensor is None:
-            raise KeyError(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name, header in self.headers.items() if header.stored[name].dtype is not None)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def _read_header(path: Path, whole: bool, verify: bool) -> tuple[_Header, list[Finding]]:
-    """Returns what a file holds, and what is wrong with it."""
+def _read_header(
+    path: Path, index: SafetensorsIndex | None, whole: bool, verify: bool
+) -> tuple[_Header, list[Finding]]:
+    """Returns the contents of a file, and what is wrong with it."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             length = int.from_bytes(start, "little")
             begin = 8 + length
-            # As lengths, these are all longer than the files that begin so, or than the limit.
-            for magic, (message, remedy) in _FORMATS.items():
-                if (begin > size or length > MOST_HEADER_BYTES) and start.startswith(magic):
-                    return _Header(path), [_problem(path, message, remedy)]
-            if size < 8 or begin > size:
-                message = f"it has {size} bytes, and its header alone would end at byte {begin}"
-                return _Header(path), [_problem(path, message, _COPY)]
-            if length > MOST_HEADER_BYTES:
-                message = (
-                    f"its header would take {bytes_text(length)}, and the format allows {MOST_HEADER_BYTES:,} bytes"
-                )
-                return _Header(path), [_problem(path, message, "it is damaged, or not a safetensors file; " + _COPY)]
+            if begin > size or length > MOST_TEXT_BYTES:
+                return _Header(path), [_problem(path, *_length_problem(start, length, size))]
             text = file.read(length)
         table = _table(text, _entry_or_table)
         entries = _entries(table)
     except _BrokenError as error:
         return _Header(path), [_problem(path, f"its header cannot be read: {error}", _COPY)]
     except OSError as error:
-        return _Header(path), [_problem(path, f"cannot be read: {error.strerror or error}")]
+        why = f"cannot be read: {error.strerror or error}"
+        if index is None:
+            return _Header(path), [_problem(path, why, "pass the file that was saved")]
+        message = f"the index {index.path.name} names this file, and it {why}"
+        return _Header(path), [_problem(path, message, "download it, or write the index again")]
     # A damaged file may still have a header that can be read: offsets must fill the file exactly.
     messages = list(_offset_problems(entries, size - begin if whole else None))
     sums = _sums(table.get(_METADATA), entries, start + text) if verify and not messages else {}
@@ -352,26 +291,42 @@ def _read_header(path: Path, whole: bool, verify: bool) -> tuple[_Header, list[F
         stored[name], nbytes = kind
         if nbytes is not None and nbytes != end - first:
             messages.append(f"{name!r}, {stored[name]}, takes {nbytes} bytes, not the {end - first} it has")
-    problems = [_problem(path, message, _COPY) for message in messages[:_MOST_PROBLEMS]]
-    if len(messages) > _MOST_PROBLEMS:
-        problems.append(_problem(path, f"and {len(messages) - _MOST_PROBLEMS} more problems of this kind", _COPY))
-    return _Header(path, begin, entries, stored, sums), problems
+    return _Header(path, begin, entries, stored, sums), [_problem(path, message, _COPY) for message in messages]
+
+
+def _length_problem(start: bytes, length: int, size: int) -> tuple[str, str]:
+    """Returns what is wrong with a file that begins so, and the remedy."""
+    # As lengths, these are all longer than the files that begin so, or than the limit.
+    for magic, texts in _FORMATS.items():
+        if start.startswith(magic):
+            return texts
+    if 8 + length > size:
+        return f"it has {size} bytes, and its header alone would end at byte {8 + length}", _COPY
+    message = f"its header would take {bytes_text(length)}, and the format allows {MOST_TEXT_BYTES:,} bytes"
+    return message, f"it is damaged, or not a safetensors file; {_COPY}"
 
 
 _Entry: TypeAlias = tuple[str, tuple[int, ...], int, int]
 
-_KEYS = ("dtype", "shape", "data_offsets")
+_KEYS = {"dtype": "a name", "shape": "a list of sizes", "data_offsets": "two ascending positions"}
+"""The keys of an entry, and what their values are."""
+
+_KEY_ORDER = tuple(_KEYS)
 
 
 def _entries(table: Mapping[str, Any]) -> dict[str, _Entry]:
     """Returns the dtype, the shape and the offsets of each tensor in a header."""
     entries = {name: _entry(name, entry) for name, entry in table.items() if name != _METADATA}
-    try:
-        "".join(entries).encode()  # half a pair of surrogates
-    except UnicodeEncodeError:
-        for name in entries:
-            _check_name(name)
+    _check_names(entries)
     return entries
+
+
+def _check_names(names: Iterable[str]) -> None:
+    try:
+        "".join(names).encode()
+    except UnicodeEncodeError as error:
+        name = next(name for name in names if not is_unicode(name))
+        raise _BrokenError(f"the name {name!r:.80} is not Unicode text") from error
 
 
 def _sums(metadata: Any, entries: Mapping[str, _Entry], header: bytes) -> dict[str, TensorSums] | None:
@@ -404,7 +359,7 @@ def _table(text: bytes, read: Callable[[list[tuple[str, Any]]], Any]) -> dict[st
     if isinstance(table, tuple):  # what looks like a tensor is the whole
         return _table(text, _unique_keys)
     if not isinstance(table, dict):
-        raise _BrokenError(f"it holds {_KINDS[type(table)]}, not a table by name")
+        raise _BrokenError(f"it holds {table!r:.40}, not a table by name")
     return table
 
 
@@ -416,13 +371,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _check_name(name: str) -> None:
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise _BrokenError(f"the name {name!r:.80} is not Unicode text") from error
-
-
 def _entry_or_table(pairs: list[tuple[str, Any]]) -> _Entry | dict[str, Any]:
     """Returns the entry of a tensor if that is all that a table of JSON is, else the table.
 
@@ -430,45 +378,34 @@ def _entry_or_table(pairs: list[tuple[str, Any]]) -> _Entry | dict[str, Any]:
     """
     if len(pairs) == 3:
         (first, dtype), (second, shape), (third, offsets) = pairs
-        if (first, second, third) == _KEYS and _is_entry(dtype, shape, offsets):
+        if (first, second, third) == _KEY_ORDER and _is_entry(dtype, shape, offsets):
             return dtype, tuple(shape), *offsets
     return _unique_keys(pairs)
 
 
-def _is_entry(dtype: Any, shape: Any, offsets: Any) -> bool:
-    if type(shape) is not list or type(offsets) is not list or len(shape) > _MOST_DIMS or len(offsets) != 2:
+def _is_entry(dtype: Any, shape: Any, data_offsets: Any) -> bool:
+    if type(shape) is not list or type(data_offsets) is not list or len(shape) > _MOST_DIMS or len(data_offsets) != 2:
         return False
-    for size in (*shape, *offsets):
+    for size in (*shape, *data_offsets):
         # JSON's true is another integer in Python; and the product of sizes beyond those of files is too long to print.
         if type(size) is not int or not 0 <= size < _MOST_SIZE:
             return False
-    return offsets[0] <= offsets[1] and type(dtype) is str and dtype.isidentifier()
+    return data_offsets[0] <= data_offsets[1] and type(dtype) is str and dtype.isidentifier()
 
 
 def _entry(name: str, entry: Any) -> _Entry:
     """Returns the dtype, the shape and the offsets of a tensor from its JSON."""
     if isinstance(entry, tuple):
         return entry  # pyright: ignore[reportReturnType]  of `_entry_or_table`
-    parts: list[Any] = [entry.get(key) if isinstance(entry, dict) else None for key in _KEYS]
-    dtype, shape, offsets = parts
-    if not _is_entry(dtype, shape, offsets):
-        raise _BrokenError(f"{name!r:.80} {_fault(entry)}")
-    return dtype, tuple(shape), *offsets
-
-
-def _fault(entry: Any) -> str:
-    """Returns what is wrong with the JSON of a tensor."""
     if not isinstance(entry, dict):
-        return f"is {entry!r:.40}, not a table with {', '.join(_KEYS)}"
-    for key in _KEYS:
+        raise _BrokenError(f"{name!r:.80} is {entry!r:.40}, not a table with {', '.join(_KEYS)}")
+    valid: dict[str, Any] = {"dtype": "F32", "shape": [], "data_offsets": [0, 0]}
+    for key, expected in _KEYS.items():
         if key not in entry:
-            return f"has no {key}"
-    dtype, shape, offsets = map(entry.get, _KEYS)
-    if not _is_entry(dtype, [], [0, 0]):
-        return f"has the dtype {dtype!r:.40}, which is not one"
-    if not _is_entry("F32", shape, [0, 0]):
-        return f"has the shape {shape!r:.60}, which is not one"
-    return f"has the data_offsets {offsets!r:.60}, which are not two ascending ones"
+            raise _BrokenError(f"{name!r:.80} has no {key}")
+        if not _is_entry(**{**valid, key: entry[key]}):
+            raise _BrokenError(f"{name!r:.80} has the {key} {entry[key]!r:.60}, expected {expected}")
+    return entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]
 
 
 def _offset_problems(entries: Mapping[str, _Entry], size: int | None) -> Iterator[str]:

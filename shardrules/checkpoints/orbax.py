@@ -1,38 +1,70 @@
-"""`load_orbax`: an orbax checkpoint straight into shardings, on a mesh other than the one that saved it.
+"""`load_orbax` and `save_orbax`: orbax checkpoints from and into shardings, on any mesh.
 
-Orbax reads the parts of arrays itself. This module tells it which arrays to read and where they go, and reports what is
-wrong before anything is read.
+Orbax reads and writes the parts of arrays itself. This module tells it which arrays, and where they go, reports what is
+wrong before anything is read or written, and replaces an old checkpoint at once.
 """
 
 import collections
-import functools
 import itertools
+import math
 import os
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from shardrules.checkpoints.commit import replaced_folder
-from shardrules.checkpoints.names import Names, StoredArray, match, refuse
-from shardrules.checkpoints.requested import (
+from shardrules.checkpoints.commit import (
+    SavePlan,
+    Saving,
+    forget,
+    make_folders,
+    remove_folders,
+    remove_leftover_folders,
+    remove_leftovers,
+    replace_folder,
+    replaced_folder,
+    short_name,
+    temporary_name,
+)
+from shardrules.checkpoints.leaves import (
+    PYTHON_TYPES,
     RequestedLeaf,
-    as_type_of,
     check_flags,
+    name_findings,
+    refuse,
     requested_leaves,
+    saved_leaves,
     with_values,
 )
+from shardrules.checkpoints.names import Names, StoredArray, match, name_function
 from shardrules.core.axes import AnyMesh
+from shardrules.core.boxes import plain_trees
 from shardrules.core.errors import CheckpointError
 from shardrules.core.finding import Finding
+from shardrules.core.jax_state import process_id
 from shardrules.core.storage.files import as_path
 from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.placement.destination import resolve_destination
+from shardrules.placement.source import ArraySource
 from shardrules.rules.how import How
 
 _VALUE = "/value"
+
+_UNSUPPORTED = ("uint2", "uint4", "float8_e4m3")
+"""The dtypes of JAX that orbax's storage does not have."""
+
+_WRITTEN = re.compile(
+    r"_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|array_metadatas|checkpoint|orbax\.checkpoint"
+    r"|commit_success\.txt|d|descriptor|manifest\.ocdbt|ocdbt\.process_\w+|ocdbt_(data|meta|tmp_meta)"
+)
+"""The names in a checkpoint of a tree of any version of orbax, beside the folders of arrays of its zarr form."""
+
+_ZARR = (".zarray", "zarr.json")
+"""The file that makes a folder an array, of version 2 and 3 of zarr."""
 
 
 def load_orbax(
@@ -61,7 +93,7 @@ def load_orbax(
     - `names`: from a leaf's path to the path in the checkpoint, as a function, or as a table for the paths that differ.
         Paths of flax boxes and variables end without `value`. `None` for a path: the checkpoint lacks it, and the
         array in `like` is placed.
-    - `surplus`: whether arrays of the checkpoint that no leaf takes are an `"error"`, or to `"skip"`.
+    - `surplus`: `"error"` refuses arrays of the checkpoint that no leaf takes, `"skip"` ignores them.
     - `cast`: whether an array of another dtype than the leaf's is converted, or is an error. Integers may become
         floats, but not the other way round.
 
@@ -85,8 +117,8 @@ def load_orbax(
     assert state["step"] == 7 and state["w"].sharding.spec == P("data", "model")
     ```
     """
-    check_flags("load_orbax", cast=cast)
-    orbax, folder = import_orbax(path, "load_orbax")
+    check_flags("load_orbax", surplus, cast=cast)
+    orbax, folder = _import_orbax(path, "load_orbax")
     destination = resolve_destination(like, how, mesh, caller="load_orbax")
     leaves = requested_leaves(like, destination, "load_orbax")
     title = f"load_orbax: {folder}"
@@ -94,8 +126,9 @@ def load_orbax(
     try:
         metadata = _metadata(handler, folder, title)
         stored = _stored_arrays(metadata)
-        names, default = _plain_names(names, stored), functools.partial(_plain_name, stored)
-        matches, findings = match(leaves, stored, names, default, surplus=surplus, cast=cast)
+        name_of = name_function(names, str, "load_orbax")
+        plain_name_of = lambda path: _plain_name(stored, name_of(path))  # noqa: E731
+        matches, findings = match(leaves, stored, names, plain_name_of, surplus=surplus, cast=cast)
         refuse(title, findings)
         values = [leaf.value for leaf in leaves]
         rest = [(index, name) for index, name in enumerate(matches) if isinstance(name, str)]
@@ -118,8 +151,7 @@ def _restore(
 ) -> dict[str, Any]:
     """Reads the requested arrays and Python values, by their names in the checkpoint."""
     names, treedef = _leaf_names(metadata), jax.tree.structure(metadata)
-    items = [_item(requested[name]) if name in requested else orbax.PLACEHOLDER for name in names]
-    options = [_options(requested[name], orbax) if name in requested else orbax.RestoreArgs() for name in names]
+    items, options = zip(*(_request(requested.get(name), orbax) for name in names), strict=True)
     arguments = orbax.args.PyTreeRestore(treedef.unflatten(items), treedef.unflatten(options))
     try:
         restored = jax.tree.leaves(handler.restore(folder, args=arguments))
@@ -134,7 +166,7 @@ def _restore(
 
 def read_orbax_metadata(path: Any) -> dict[str, StoredArray]:
     """Returns the arrays of a checkpoint by their paths, in the order of the tree; none of them is read."""
-    orbax, folder = import_orbax(path, "read_orbax_metadata")
+    orbax, folder = _import_orbax(path, "read_orbax_metadata")
     # By default it starts a backend of JAX to find out whether to use host memory.
     handler = orbax.PyTreeCheckpointHandler(enable_pinned_host_transfer=False)
     try:
@@ -157,25 +189,16 @@ def _leaf_names(metadata: Any) -> list[str]:
 
 
 def _folders(path: str) -> Iterator[str]:
-    """The paths of all containers that an array is in."""
+    """Yields the paths of all containers that an array is in."""
     return itertools.accumulate(path.split("/")[:-1], "{}/{}".format)
 
 
-def _plain_name(stored: Mapping[str, StoredArray], name: str) -> str:
+def _plain_name(stored: Mapping[str, StoredArray], name: Any) -> Any:
     """Returns a name as it is in `stored`, also where a box or variable is named with its `value`."""
-    return name if name in stored else name.removesuffix(_VALUE)
+    return name.removesuffix(_VALUE) if isinstance(name, str) and name not in stored else name
 
 
-def _plain_names(names: Names, stored: Mapping[str, StoredArray]) -> Names:
-    def plain(name: Any) -> Any:
-        return _plain_name(stored, name) if isinstance(name, str) else name
-
-    if isinstance(names, Mapping):
-        return {path: plain(name) for path, name in names.items()}
-    return (lambda path: plain(names(path))) if callable(names) else names
-
-
-def import_orbax(path: Any, caller: str) -> tuple[ModuleType, Any]:
+def _import_orbax(path: Any, caller: str) -> tuple[ModuleType, Any]:
     """Returns orbax, and the path as it accepts it: absolute, without links, or in a cloud store."""
     try:
         import orbax.checkpoint as ocp
@@ -223,18 +246,132 @@ def _stored_array(leaf: Any) -> StoredArray:
     return StoredArray(kind[0], kind[1], str(kind[1]))
 
 
-def _item(leaf: RequestedLeaf) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.device_dtype) if leaf.is_array else leaf.value
-
-
-def _options(leaf: RequestedLeaf, orbax: ModuleType) -> Any:
-    """Returns how orbax restores a leaf."""
+def _request(leaf: RequestedLeaf | None, orbax: ModuleType) -> tuple[Any, Any]:
+    """Returns what orbax reads for a leaf, and its options; nothing is read for `None`."""
+    if leaf is None:
+        return orbax.PLACEHOLDER, orbax.RestoreArgs()
     if leaf.is_array:
-        return orbax.ArrayRestoreArgs(
-            restore_type=jax.Array, sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.device_dtype
-        )
-    return orbax.RestoreArgs() if isinstance(leaf.value, str) else orbax.RestoreArgs(restore_type=np.ndarray)
+        kind = jax.ShapeDtypeStruct(leaf.shape, leaf.device_dtype)
+        options = {"sharding": leaf.sharding, "global_shape": leaf.shape, "dtype": leaf.device_dtype}
+        return kind, orbax.ArrayRestoreArgs(restore_type=jax.Array, **options)
+    options = {} if isinstance(leaf.value, str) else {"restore_type": np.ndarray}
+    return leaf.value, orbax.RestoreArgs(**options)
 
 
 def _python_value(value: Any, leaf: RequestedLeaf) -> Any:
-    return as_type_of(leaf, value if isinstance(leaf.value, str) else np.asarray(value).item())
+    return leaf.python_value(value if isinstance(leaf.value, str) else np.asarray(value).item())
+
+
+def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
+    """Saves a tree as an orbax checkpoint. Every process calls it, with the same tree.
+
+    Orbax writes from each process what its own devices hold. An old checkpoint at `path` is replaced when the new one
+    is complete, so that a process that is killed leaves one of the two whole; any other folder that is not empty is
+    refused. It needs orbax: `pip install "shardrules[orbax]"`.
+
+    **Arguments:**
+
+    - `path`: the folder of the checkpoint, which holds nothing else; of a cloud store, one that does not exist yet.
+    - `tree`: any pytree: a module, a train state, typed PRNG keys, Python numbers and strings included. Other leaves,
+        such as functions, are not saved: `load_orbax` takes them from `like`.
+    - `timeout`: the seconds that a process waits for the others at each step.
+
+    **Raises:**
+
+    `CheckpointError`, listing everything that cannot be saved (among it empty arrays, and leaves that orbax would give
+    one name), when `path` holds other files, when orbax cannot write, or when it is not installed: on all processes,
+    whichever failed. `DisagreementError` where processes have different trees; `BarrierTimeoutError` and
+    `BarrierError` as in `barrier_sync`.
+
+    ```python
+    state = {"w": jnp.ones((16, 8)), "step": 7, "key": jax.random.key(0)}
+    sr.save_orbax("saved_state", sr.filter_shard(state, P(), sr.create_mesh("data:8")))
+    restored = sr.load_orbax("saved_state", state, P(), sr.create_mesh("data:4,model:2"))
+    assert restored["step"] == 7 and restored["key"] == jax.random.key(0)
+    ```
+    """
+    orbax, folder = _import_orbax(path, "save_orbax")
+    saving = Saving(f"save_orbax: {folder}", timeout)
+
+    def plan() -> SavePlan:
+        leaves, findings = saved_leaves(tree, "save_orbax", _unsupported)
+        for leaf in leaves:
+            if isinstance(leaf.value, ArraySource):
+                remedy = "Place it before"
+                findings.append(Finding("error", "no-values", "it is an ArraySource", leaf.path, remedy, leaf.shape))
+            elif isinstance(leaf.value, complex):
+                why = "orbax cannot store a Python complex number"
+                findings.append(Finding("error", "dtype", why, leaf.path, "Make it an array"))
+            if math.prod(leaf.shape) == 0:
+                why = "it is empty, and orbax cannot store an empty array"
+                findings.append(Finding("error", "empty", why, leaf.path, "Leave it out", leaf.shape))
+        values = zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
+        names = [(path, path.replace("/", ".")) for path, value in values if _value(value) is not None]
+        findings += name_findings(names, "Rename a key of the tree: orbax joins keys with dots")
+        refuse(saving.title, findings, "saved, and nothing was written")
+        return SavePlan(leaves, str(folder))
+
+    _, _, token, _ = saving.agree_on(plan)
+    is_local = "://" not in str(folder)
+    # Beside the old one: a name changes at once only within a file system.
+    target = temporary_name(Path(folder), token) if is_local else folder
+    folders: list[Path] = []
+
+    def prepare() -> None:
+        if not is_local and folder.exists():
+            raise CheckpointError(f"{saving.title} exists already: save each step in a folder of its own")
+        if is_local:
+            folders.extend(make_folders(Path(folder).parent))
+            remove_leftover_folders(Path(folder))
+            _check_replaceable(Path(folder), saving.title)
+            forget(Path(folder).rglob("*"))
+
+    def write() -> None:
+        checkpointer = orbax.Checkpointer(orbax.PyTreeCheckpointHandler())
+        try:
+            checkpointer.save(target, jax.tree.map(_value, plain_trees(tree)))
+        except Exception as error:  # orbax has no narrower error for data that cannot be written
+            raise CheckpointError(f"{saving.title} cannot be saved: orbax says: {error!s:.300}") from error
+        finally:
+            checkpointer.close()
+
+    try:
+        saving.agree("the folder", prepare, by_first=True)
+        saving.agree("the arrays", write)
+        if is_local:
+            saving.agree("the names", lambda: replace_folder(Path(target), Path(folder)), by_first=True)
+    except BaseException:
+        if is_local and process_id() == 0:
+            remove_leftovers(Path(folder).parent, re.escape(short_name(Path(folder))))
+            remove_folders(folders)
+        raise
+
+
+def _check_replaceable(folder: Path, title: str) -> None:
+    """Raises unless `folder` is missing, empty, or a checkpoint and nothing else: all that is in it is removed."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{title} is a file, and a checkpoint is a folder")
+    if folder == Path.cwd():
+        raise CheckpointError(f"{title} is the current folder, which cannot be replaced: save to a folder in it")
+    entries = sorted(folder.iterdir()) if folder.exists() else []
+    others = [entry.name for entry in entries if not _is_written(entry)]
+    if others or (entries and not (folder / "_METADATA").exists()):
+        names = ", ".join((others or [entry.name for entry in entries])[:5])
+        raise CheckpointError(
+            f"{title} cannot be saved: a checkpoint replaces its whole folder, and this one holds what is not part of "
+            f"one: {names}. Pass another folder, such as {folder.name}/state"
+        )
+
+
+def _is_written(entry: Path) -> bool:
+    """Returns whether orbax has written what is in the folder of a checkpoint."""
+    return bool(_WRITTEN.fullmatch(entry.name)) or any((entry / name).exists() for name in _ZARR)
+
+
+def _unsupported(dtype: np.dtype) -> str:
+    return f"it is {dtype}, which orbax cannot store" if str(dtype) in _UNSUPPORTED else ""
+
+
+def _value(leaf: Any) -> Any:
+    """Returns a leaf for orbax, or `None` for functions and the like, which it refuses."""
+    return leaf if array_kind(leaf) is not None or isinstance(leaf, PYTHON_TYPES) else None

@@ -59,7 +59,7 @@ class PlacedLeaf:
 
     @property
     def is_split(self) -> bool:
-        """Whether the spec names an axis."""
+        """True if the spec names an axis."""
         return bool(axis_names(self.spec))
 
     @property

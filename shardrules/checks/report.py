@@ -1,4 +1,4 @@
-"""What a sharded tree adds up to: totals, shares, balance, and its largest replicated arrays."""
+"""The totals of a sharded tree: bytes, shares, balance, and its largest replicated arrays."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from shardrules.core.spec import axis_names
 @final
 @attrs.frozen
 class AxisUse:
-    """How many arrays a mesh axis splits, and their bytes, each array counted whole."""
+    """The arrays that a mesh axis splits, and their bytes, each array counted whole."""
 
     axis: str
     size: int
@@ -42,7 +42,7 @@ class ReplicatedLeaf:
 @final
 @attrs.frozen
 class ShardingReport:
-    """What a tree and its specs add up to, from `ShardingAnalyzer.analyze`. It prints as a page of text.
+    """The totals of a tree and its specs, from `ShardingAnalyzer.analyze`. It prints as a page of text.
 
     ```python
     specs = {"w": P("data"), "b": P()}
@@ -57,7 +57,7 @@ class ShardingReport:
     array_count: int
     element_count: int
     sharded_array_count: int
-    """How many arrays have a spec that names an axis."""
+    """The number of arrays with a spec that names an axis."""
     sharded_element_count: int
     total_bytes: int
     """Each array counted once."""
@@ -77,12 +77,12 @@ class ShardingReport:
 
     @property
     def balance(self) -> float:
-        """How evenly devices are filled: the average device over the fullest. 1 is even."""
+        """The evenness of devices: the average device over the fullest. 1 is even."""
         return self.stored_bytes / (self.device_count * self.device_bytes) if self.device_bytes else 1.0
 
     @property
     def redundancy(self) -> float:
-        """How many copies of a byte there are on average: 1 is fully sharded, the device count fully replicated."""
+        """The average number of copies of a byte: 1 is fully sharded, the device count fully replicated."""
         return self.stored_bytes / self.total_bytes if self.total_bytes else 1.0
 
     def __str__(self) -> str:

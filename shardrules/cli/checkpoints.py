@@ -23,11 +23,7 @@ from shardrules.cli.files import read_text
 from shardrules.core.errors import CheckpointError
 from shardrules.core.finding import Finding
 from shardrules.core.storage.records import read_json
-from shardrules.rules.huggingface.shapes import checkpoint_shapes, head_dim_of
-
-_MOST_LEVELS = 64
-"""How deep names may nest: the deepest in published checkpoints have 12 levels. Doubled, a tree comes near the depth at
-which Python refuses recursion; halved, nothing that exists is too deep."""
+from shardrules.presets.huggingface.shapes import checkpoint_shapes, head_dim_of
 
 
 @final
@@ -134,7 +130,7 @@ def _nested(stored: Mapping[str, StoredArray], path: Path) -> Any:
     root: dict[str, Any] = {}
     for name, struct in flat.items():
         *modules, last = name.split("/")
-        if len(modules) > _MOST_LEVELS:
+        if len(modules) > 64:  # published checkpoints have 12 levels at most, and Python's recursion has a limit
             return flat
         node = root
         for module in modules:

@@ -1,4 +1,4 @@
-"""How commands are declared: a help text that fits a screen, examples, and the function that runs."""
+"""Declarations of commands: a help text that fits a screen, examples, and the function that runs."""
 
 import argparse
 import functools
@@ -32,7 +32,7 @@ class Command:
     name: str
     summary: str
     usage: str
-    """What follows its name."""
+    """The arguments in its usage line."""
     examples: tuple[str, ...]
     """Command lines without the leading `shardrules`; a test runs each of them."""
     declare: Callable[[argparse.ArgumentParser], None]
@@ -40,7 +40,7 @@ class Command:
     run: Callable[[argparse.Namespace], int]
     """Runs it, and returns the exit code."""
     findings: str = ""
-    """What exit code 1 says; empty for a command that never ends with it."""
+    """The meaning of exit code 1; empty for a command that never ends with it."""
 
     def parser(self) -> argparse.ArgumentParser:
         """Returns its parser, which raises a `UsageError` for invalid arguments."""

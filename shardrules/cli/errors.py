@@ -6,7 +6,7 @@ from shardrules.core.errors import ConfigError, ShardRulesError
 from shardrules.core.fields import read_bytes
 
 _MOST_CHARACTERS = 300
-"""Four lines of a terminal. Doubled, errors of JAX fill the screen; halved, many lose the part that matters."""
+"""Four lines of a terminal, chosen by hand."""
 
 
 @final

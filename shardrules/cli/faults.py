@@ -7,10 +7,10 @@ import attrs
 from shardrules.core.finding import Finding, merged, shape_text
 
 STATE = "optimizer"
-"""What the paths of an optimizer's state begin with."""
+"""The beginning of the paths of an optimizer's state."""
 
 _SHOWN = 3
-"""How many further arrays a fault names. Chosen by hand: a line stays a line."""
+"""The further arrays that a fault names, chosen by hand: a line stays a line."""
 
 
 def faults(findings: Iterable[Finding], state: Iterable[Finding] = ()) -> tuple[Finding, ...]:
@@ -39,7 +39,7 @@ def _without_weaker(findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def _with_moments(findings: Sequence[Finding], state: Sequence[Finding]) -> Iterator[Finding]:
-    """Yields findings, with those of a state about copies of their arrays counted in, and then the others."""
+    """Yields findings, with the same about a state's copies of their arrays counted in, and then the others."""
     rest = list(state)
     for finding in findings:
         copies = [other for other in rest if _is_copy(other, finding)]
@@ -50,7 +50,7 @@ def _with_moments(findings: Sequence[Finding], state: Sequence[Finding]) -> Iter
 
 
 def _is_copy(other: Finding, finding: Finding) -> bool:
-    """Whether a finding is the same about an array of the state that mirrors the other's."""
+    """It is the same finding about an array of the state that mirrors the other's."""
     if attrs.evolve(other, path=finding.path, count=finding.count) != finding:
         return False
     if not finding.path:  # of the whole plan, or of a model that is one array
@@ -63,7 +63,7 @@ def _is_about_arrays(finding: Finding) -> bool:
 
 
 def _fault(finding: Finding) -> object:
-    """What findings of one fault have in common."""
+    """The common part of findings of one fault."""
     if finding.code != "indivisible" or finding.shape is None or finding.dim is None:
         return finding
     # The message names the axes and their size: "Array shape (8, 6) not divisible by mesh axis model size 4: ..."

@@ -21,10 +21,6 @@ INTERRUPTED = 130
 _IDLE = threading.Event()
 _IDLE.set()
 
-_PATIENCE = 0.5
-"""Seconds for the writing of a file to finish. Doubled, ending takes more than a second if the file is a pipe that
-nobody reads; halved, large files on slow disks leave their temporary folder."""
-
 _SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
 """Removes the line of the progress, and shows the cursor that it hid."""
 
@@ -77,7 +73,7 @@ def end(code: int) -> NoReturn:
 def _wait(reader: int, terminal: int | None) -> None:
     while signal.SIGINT not in os.read(reader, 64):
         pass
-    _IDLE.wait(_PATIENCE)
+    _IDLE.wait(0.5)  # for a file to be complete; chosen by hand: a pipe that nobody reads never is
     for child in _children():
         with contextlib.suppress(OSError):  # it has just ended
             os.kill(child, signal.SIGTERM)

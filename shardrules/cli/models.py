@@ -22,7 +22,7 @@ from shardrules.rules.text import is_object_name
 FORMS = (
     "a model is module:function, file.py:function, a .safetensors file or index, an orbax checkpoint, or a plan's JSON"
 )
-"""What a model may be, for messages."""
+"""The forms of a model, for messages."""
 
 _ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 
@@ -33,7 +33,7 @@ class Model:
     """A tree of shapes, and the plan that it came from, if any."""
 
     name: str
-    """What headings call it."""
+    """The name in headings."""
     tree: Any
     plan: ShardingPlan | None = None
     head_dim: int | None = None
@@ -78,7 +78,7 @@ _KINDS = {
     "shardrules_moves": "a plan of moves between meshes",
     "model_type": "the configuration of a model: name its checkpoint",
 }
-"""What JSON with a certain key is."""
+"""The kind of JSON with a certain key."""
 
 
 def read_plan(path: Path) -> ShardingPlan:

@@ -46,7 +46,7 @@ class NamedObject:
 
     @property
     def is_function(self) -> bool:
-        """Whether to call it. Many models are callable, but what has arrays is a model already."""
+        """It is to be called. Many models are callable, but an object that has arrays is a model already."""
         return self.args is not None or (callable(self.value) and not has_arrays(self.value))
 
     def shapes(self) -> Any:
@@ -200,7 +200,7 @@ def _package_of(file: Path) -> tuple[str, ...]:
 
 
 def _import_level(file: Path) -> int:
-    """How many folders the relative imports of a file go up, `from . import` being 1."""
+    """The number of folders that the relative imports of a file go up, `from . import` being 1."""
     try:
         nodes = ast.walk(ast.parse(file.read_bytes()))
     except (SyntaxError, ValueError):

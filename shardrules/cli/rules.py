@@ -33,7 +33,7 @@ class LoadedRules:
     file: RulesFile | None = None
     """The TOML file that they come from, if any."""
     is_for_step: bool = False
-    """Whether the rules are for all arguments of a step, as a plan from autoplan is, and not for a model."""
+    """The rules are for all arguments of a step, as a plan from autoplan is, and not for a model."""
 
     @property
     def mesh(self) -> AbstractMesh | None:
@@ -116,7 +116,7 @@ def _from_code(named: NamedObject) -> ShardingRule:
 
 
 def _is_pairs(value: Any) -> bool:
-    """Whether it is what many models call their partition rules: a list of (pattern, spec) pairs."""
+    """It is a list of (pattern, spec) pairs, which many models call their partition rules."""
     return (
         isinstance(value, list | tuple)
         and len(value) > 0

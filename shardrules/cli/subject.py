@@ -1,4 +1,4 @@
-"""What most commands begin with: a model, rules, a mesh, perhaps an optimizer; and the plans that follow from them."""
+"""The beginning of most commands: a model, rules, a mesh, perhaps an optimizer; and the plans that follow from them."""
 
 import argparse
 import re
@@ -22,7 +22,7 @@ from shardrules.core.fields import whole_number
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.mesh.shape import mesh_shape
-from shardrules.rules.huggingface.rule import with_head_dim
+from shardrules.presets.huggingface.rule import with_head_dim
 
 
 @final
@@ -31,7 +31,7 @@ class Subject:
     """A planned model, with the plan of its optimizer's state, if any."""
 
     name: str
-    """What headings call it."""
+    """The name in headings."""
     plan: ShardingPlan
     optimizer: str = ""
     state: ShardingPlan | None = None
@@ -114,7 +114,7 @@ def read_rules(args: argparse.Namespace) -> LoadedRules | None:
 
 
 def load_subject(args: argparse.Namespace, rules: LoadedRules | None = None) -> Subject:
-    """Reads what the arguments name, and plans it; `rules` are those of `read_rules`, if they have been read."""
+    """Reads the arguments, and plans; `rules` are the result of `read_rules`, if they have been read."""
     with working(f"loading {args.model}"):
         inputs = _read_inputs(args, rules or read_rules(args))
     with working(f"planning {args.model}"):

@@ -1,6 +1,6 @@
-"""What is printed: tables as wide as the terminal, with colours and progress if a person is watching.
+"""Printing: tables as wide as the terminal, with colours and progress if a person is watching.
 
-Into pipes and files goes the same text as `print` gives, without colours and at its own width.
+Pipes and files get the same text as from `print`, without colours and at the text's own width.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What flax puts around an array: the boxes of linen, and the variables of nnx.
+"""Boxes that flax puts around arrays: the boxes of linen, and the variables of nnx.
 
 Both carry names for the dimensions of the array, and neither is a step of the path to it. A box is a leaf of the tree,
 as flax has it. A variable is a container, so that specs and shardings come in variables, as nnx has them. Nothing here
@@ -56,7 +56,7 @@ def parameter_type() -> tuple[type, ...]:
 
 
 def is_variable(node: Any) -> bool:
-    """Whether a node of a tree is a variable of nnx."""
+    """Returns whether a node of a tree is a variable of nnx."""
     # By type: isinstance asks the metaclass of flax, which takes variables of other kinds for one.
     return issubclass(type(node), variable_types())
 
@@ -227,7 +227,7 @@ def plain_trees(tree: Any) -> Any:
 
 
 def has_objects(arguments: Any) -> bool:
-    """Whether the arguments of a call hold objects of nnx, which a call may write to."""
+    """Returns whether the arguments of a call hold objects of nnx, which a call may write to."""
     return bool(_objects(arguments))
 
 
@@ -300,7 +300,7 @@ def _attributes(tree: Any) -> Iterator[_Attribute]:
 
 
 def _slots(objects: list[Any]) -> list[_Value | _Attribute]:
-    """What a call may write to: variables, each once, and attributes with arrays of their own."""
+    """The parts that a call may write to: variables, each once, and attributes with arrays of their own."""
     variables, has_more = _variable_nodes(objects)
     values = [_Value(variable) for variable in {id(variable): variable for variable in variables}.values()]
     return [*values, *(_attributes(objects) if has_more else ())]

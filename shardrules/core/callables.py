@@ -1,4 +1,4 @@
-"""What a callable is called: functions, methods, partial functions, modules, and wrappers of any of them.
+"""Names of callables: functions, methods, partial functions, modules, and wrappers of any of them.
 
 Wrappers of Equinox, as `eqx.filter_vmap(module)` returns one, have the attributes of a function as fields. A module has
 no name, so a copy of its wrapper, as `jax.tree.map` makes one, has a sentinel in the place of each that is missing,
@@ -11,7 +11,7 @@ from typing import Any
 
 _KINDS: dict[str, Any] = {"__module__": str, "__name__": str, "__qualname__": str, "__doc__": str | None}
 _KINDS |= {"__annotations__": dict, "__type_params__": tuple}
-"""What attributes of a function may be."""
+"""Types of the attributes of a function."""
 
 
 def name_of(fn: Any) -> str:

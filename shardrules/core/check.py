@@ -149,7 +149,7 @@ def _check_entry(
 
 
 def _divides_in_part(entry: Entry, dim_size: int, sizes: Mapping[str, int]) -> bool:
-    """Whether the first axis of `entry` that does not divide what is left of `dim_size` has a factor that does."""
+    """Returns whether a factor of the first axis of `entry` that does not divide the rest of `dim_size` does."""
     fitting = divisible_prefix(entry, dim_size, sizes)
     if len(fitting) == len(entry):
         return False

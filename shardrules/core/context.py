@@ -73,7 +73,7 @@ def get_incontext_mesh(raise_error: bool = True) -> AnyMesh:
 
 
 def names_in_current_mesh(*names: str) -> bool:
-    """Whether the mesh in force has all axes `names`; `False` without a mesh.
+    """Returns whether the mesh in force has all axes `names`; `False` without a mesh.
 
     ```python
     with jax.set_mesh(sr.create_mesh("data:8")):

@@ -15,11 +15,10 @@ from typing import Any, final
 import attrs
 
 MOST_LISTED = 20
-"""How many faults a text lists, of trees that may have a million leaves. Chosen by hand: doubled, the first ones, which
-mostly have the same cause, leave the screen; halved, a second cause is often among those that are left out."""
+"""The faults that a text lists, of trees that may have a million leaves. Chosen by hand."""
 
 _MOST_CHARACTERS = 20_000
-"""How many characters of an error are printed, which may quote names and values of any length. Chosen by hand: more
+"""The characters of an error that are printed, which may quote names and values of any length. Chosen by hand: more
 than `MOST_LISTED` long paths with their remedies take, and few enough for a log."""
 
 
@@ -277,14 +276,14 @@ class ShardingWarning(UserWarning):
 
 
 _MOST_COMPARED = 20_000
-"""How many candidates a name is compared with, of the million that a header may have. Chosen by hand: these take less
-than a second; halved, names of large models are not found."""
+"""The candidates that a name is compared with, of the million that a header may have. Chosen by hand: these take less
+than a second."""
 
 _JOINERS = "\u200c\u200d"
 """Invisible, and yet a part of how words and emoji are written."""
 
 _COMMANDS = re.compile(r"^\s*:(?=:)|#(?=#\w*\[)")
-"""How the commands begin that CI services read out of logs: `::error::` begins a line, `##vso[` is anywhere."""
+"""The beginnings of commands that CI services read out of logs: `::error::` begins a line, `##vso[` is anywhere."""
 
 
 def printable(text: str) -> str:

@@ -49,7 +49,7 @@ def process_count() -> int:
 
 
 def under_trace() -> bool:
-    """Whether this code is being traced, by `jax.jit` say: arrays have no values then."""
+    """Returns whether this code is being traced, by `jax.jit` say: arrays have no values then."""
     return not core.trace_ctx.is_top_level()
 
 

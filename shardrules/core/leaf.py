@@ -46,7 +46,7 @@ def rule_text(rule: object) -> str:
 @final
 @attrs.frozen
 class Decision:
-    """What a rule decides for one leaf.
+    """The decision of a rule for one leaf.
 
     **Arguments:**
 
@@ -179,7 +179,7 @@ class Leaf:
 
     @property
     def entries(self) -> Entries:
-        """What has been decided so far: a tuple of axis names for each dimension."""
+        """The decided entries so far: a tuple of axis names for each dimension."""
         return ((),) * self.ndim if self.spec is None else entries(self.spec, self.ndim)
 
     @property
@@ -223,7 +223,7 @@ class Leaf:
         return math.prod(sizes[name] for name in axis_tuple(axis))
 
     def fits(self, dim: int, axis: Axis) -> bool:
-        """Whether `axis` can split dimension `dim`: it divides it, the dimension is whole, and the axis is not in use.
+        """Returns whether `axis` can split `dim`: it divides it, the dimension is whole, and the axis is not in use.
 
         **Arguments:**
 

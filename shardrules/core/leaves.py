@@ -13,7 +13,7 @@ from shardrules.core.tree import Survey
 @final
 @attrs.frozen
 class Verdict:
-    """What a rule decides about some leaves.
+    """The decisions of a rule about some leaves.
 
     **Arguments:**
 

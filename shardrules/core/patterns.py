@@ -1,75 +1,41 @@
-"""What the text of a path pattern tells: the names that a match must have, and how long a match may take.
+"""Path patterns: the names that a match must have, and the refusal of patterns that backtrack.
 
-Python's `re` tries every way to divide a path among the repetitions of a pattern, and nothing can interrupt it. In most
-patterns repetitions follow one another: then there are few ways, and the text shows how few. `(a+)+$` has a repetition
-inside a repetition, where the ways double with each character. Such a pattern may still be harmless on the paths of a
-model, so another process tries it, and a match that takes it too long is an error here.
+Python's `re` tries every way to divide a path among the repetitions of a pattern, and nothing can interrupt it.
+`(a+)+$` has a repetition inside a repetition, where the ways double with each character. So the text of a pattern is
+read, and a repetition is refused if one round of it can match in several ways.
 """
 
-import bisect
 import functools
-import json
+import itertools
 import math
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterable
-from typing import Any, final
+from collections.abc import Callable, Iterable, Sequence
+from typing import final
 
 import attrs
 
 from shardrules.core.errors import PatternError
 
-MOST_STEPS = 10**7
-"""How many ways a match may have before another process tries it. `re` tries as many in a tenth of a second; with ten
-times as many a plan would visibly hang, and with a tenth, patterns with three `.*` would be tried elsewhere."""
+Matcher = Callable[[str], object]
+"""Takes a path, and returns something true if the pattern matches it."""
 
-SECONDS = 0.3
-"""How long the other process may compute for one path. Patterns that backtrack take years, harmless ones microseconds;
-with six times as much, the error comes after more than two seconds."""
+MOST_REPEATS = 6
+"""Repetitions in a row whose ends are open: each multiplies the time by the length of a name. Chosen by hand."""
 
-_LONGEST = 1 << 14
-"""No path is as long, and no match of a pattern without ambiguity takes long on a shorter one."""
-
-
-@final
-@attrs.frozen
-class PatternOutline:
-    """What the text of a pattern shows without matching anything."""
-
-    names: tuple[str, ...]
-    """Texts that each match contains."""
-    repeats: int
-    """How many repetitions follow one another."""
-    ways: int
-    """How many ways alternatives and options give to each division of a path."""
-    is_nested: bool
-    """Whether a repetition has repetitions or alternatives inside."""
-
-    @property
-    def safe_length(self) -> int:
-        """The length up to which every path is matched quickly."""
-        return 0 if self.is_nested else _safe_length(self.repeats, self.ways)
-
-
-@functools.lru_cache(maxsize=1024)
-def _safe_length(repeats: int, ways: int) -> int:
-    # Each repetition ends at one of the characters, in order, and a search may start at any.
-    def steps(length: int) -> int:
-        return math.comb(length + repeats + 1, repeats + 1) * ways
-
-    return bisect.bisect_right(range(_LONGEST), MOST_STEPS, key=steps) - 1
-
+MANY_ROUNDS = 10
+"""A repetition of this many rounds counts as endless. Chosen by hand."""
 
 _LITERAL = re.compile(r"[^\\\[(){.*+?|^$]+")  # nothing in it has a meaning of its own
 _FLAGS = re.compile(r"\(\?([aims]+)\)")
 _TOKEN = re.compile(
     r"""
-    (?P<repeat>[*+?]|\{\d*,?\d*\}) [?+]?
+    (?P<repeat>[*+?] | \{(?=[\d,])(?P<least>\d*)(?P<comma>,?)(?P<most>\d*)\}) (?P<mode>[?+]?)
     | (?P<char>[^\\\[().*+?|^$] | \\[^A-Za-z0-9])
     | (?P<zero>[\^$] | \\[bBAZ])
-    | (?P<set>\. | \\[dDwWsS] | \[\^?\]?(?:[^\]\\]|\\.)*\])
-    | (?P<open>\((?:\?(?:[aims]*(?:-[ims]+)?:|[=!>]|<[=!]|P<\w+>)|(?!\?)))
+    | (?P<reference>\\[1-9]\d? | \(\?P=\w+\))
+    | (?P<set>\. | \\[dDwWsSafnrtv] | \\x.{2} | \\u.{4} | \\U.{8} | \\N\{[^}]*\} | \\0[0-7]{0,2}
+        | \[\^?\]?(?:[^\]\\]|\\.)*\])
+    | (?P<open>\((?:\?(?:[aims]*(?:-[ims]+)?:|[=!>]|<[=!]|P<\w+>|\(\w+\))|(?!\?)))
     | (?P<close>\))
     | (?P<or>\|)
     """,
@@ -77,216 +43,204 @@ _TOKEN = re.compile(
 )
 
 
-@final
-@attrs.define
-class _Group:
-    """What is read of a group so far: of the current alternative, and of those before it."""
-
-    repeats: int = 0
-    ways: int = 1
-    most_repeats: int = 0
-    all_ways: int = 0
-
-    def end_alternative(self) -> None:
-        self.most_repeats = max(self.most_repeats, self.repeats)
-        self.all_ways += self.ways
-        self.repeats, self.ways = 0, 1
+@functools.lru_cache(maxsize=4096)
+def _tokens(text: str) -> tuple[re.Match[str], ...]:
+    """The tokens of a valid pattern without its flags; none for one with comments or layout, which is not read."""
+    flags = _FLAGS.match(text)
+    position = flags.end() if flags else 0
+    tokens: list[re.Match[str]] = []
+    while position < len(text):
+        token = _TOKEN.match(text, position)
+        if token is None:
+            return ()
+        tokens.append(token)
+        position = token.end()
+    return tuple(tokens)
 
 
 @functools.lru_cache(maxsize=4096)
-def outline(text: str) -> PatternOutline:
-    """Returns what the text of a valid pattern shows; of what it cannot read, the worst.
+def names(text: str) -> tuple[str, ...]:
+    """Returns texts that each match of a valid pattern contains.
 
     ```python
-    from shardrules.core.patterns import outline
+    from shardrules.core.patterns import names
 
-    assert outline(r"layers/\\d+/mlp").names == ("layers/", "/mlp")
-    assert outline(r"(a+)+$").is_nested and not outline(r"(.*/)?w").is_nested
+    assert names(r"layers/\\d+/mlp") == ("layers/", "/mlp")
     ```
     """
     if _LITERAL.fullmatch(text):
-        return PatternOutline((text,), 0, 1, is_nested=False)
+        return (text,)
     flags = _FLAGS.match(text)
-    if flags is None:
-        return _Outliner().read(text)
-    shown = _Outliner().read(text[flags.end() :])
-    return attrs.evolve(shown, names=()) if "i" in flags[1] else shown  # a name in other letters is not in the path
+    if flags is not None and "i" in flags[1]:
+        return ()  # a name in other letters is not in the path
+    runs, depth = [""], 0
+    for token in _tokens(text):
+        kind = token.lastgroup
+        if kind == "or" and not depth:
+            return ()
+        depth += (kind == "open") - (kind == "close")
+        if kind == "char" and not depth:
+            runs[-1] += token["char"][-1]
+        elif token["repeat"] and token["repeat"] != "+":
+            runs[-1:] = [runs[-1][:-1], ""]  # the character before may be absent, or stand there several times
+        else:
+            runs.append("")
+    return tuple(filter(None, runs))
+
+
+_SAMPLE = "".join(map(chr, range(128))) + "\x85\xa0é²٣中"
+"""Characters of every kind that sets tell apart."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _characters(atom: str, flags: int) -> frozenset[str]:
+    return frozenset(re.findall(atom, _SAMPLE + atom, flags))
 
 
 @final
-@attrs.define
-class _Outliner:
-    """Reads the tokens of a pattern from left to right."""
+@attrs.frozen
+class _Part:
+    """A part of a pattern: the characters at its borders, and the ways in which it may match; by default nothing."""
 
-    names: list[str] = attrs.field(factory=list)
-    run: str = ""
-    groups: list[_Group] = attrs.field(factory=lambda: [_Group()])
-    last: _Group | None = None
-    """What a repetition repeats: a group that has ended, or a single character (`None`)."""
-    is_nested: bool = False
+    lead: tuple[frozenset[str], ...] = ()
+    """The characters that may stand at its beginning, one place after the other, as far as that is certain."""
+    ends: frozenset[str] = frozenset()
+    """The characters that a repetition at its end may go on with."""
+    is_fixed: bool = True
+    """True if `lead` is all of it."""
+    is_empty: bool = True
+    """True if it may match nothing."""
+    is_ambiguous: bool = False
+    """True if it may match a text in several ways."""
+    repeats: int = 0
+    """The repetitions in a row that may end in many places; too many for a repetition inside a repetition."""
 
-    def read(self, text: str) -> PatternOutline:
-        position = 0
-        has_alternatives = False
-        while position < len(text):
-            token = _TOKEN.match(text, position)
-            # Other flags, references, conditions, characters by number; and what `re` refuses.
-            if token is None or (token.lastgroup == "close" and len(self.groups) == 1):
-                return PatternOutline((), len(text), 1, is_nested=True)
-            position = token.end()
-            kind = token.lastgroup
-            if kind == "repeat":
-                self._repeat(token["repeat"])
-                continue
-            has_alternatives = has_alternatives or (kind == "or" and len(self.groups) == 1)
-            if kind != "char":
-                self._end_run()
-            elif len(self.groups) == 1:
-                self.run += token["char"][-1]
-            self.last = None
-            if kind == "open":
-                self.groups.append(_Group())
-            elif kind == "close":
-                self._close()
-            elif kind == "or":
-                self.groups[-1].end_alternative()
-        self._end_run()
-        whole = self.groups[0]
-        whole.end_alternative()
-        names = () if has_alternatives else tuple(self.names)
-        return PatternOutline(names, whole.most_repeats, whole.all_ways, self.is_nested)
+    @property
+    def first(self) -> frozenset[str]:
+        return self.lead[0] if self.lead else frozenset()
 
-    def _end_run(self) -> None:
-        if self.run:
-            self.names.append(self.run)
-        self.run = ""
+    def then(self, other: "_Part") -> "_Part":
+        """Both, one after the other."""
+        is_open = bool(self.ends & other.first)
+        # A single letter, small or capital, stands in few places of a path: `.*` before it has few ends.
+        is_letter = other.is_fixed and len(other.first) <= 2
+        if self.is_fixed:
+            lead = self.lead + (() if self.lead and other.is_empty else other.lead)
+        else:
+            lead = (self.first | other.first,) if self.is_empty else self.lead
+        return _Part(
+            lead,
+            self.ends | other.ends if other.is_empty else other.ends,
+            self.is_fixed and other.is_fixed,
+            self.is_empty and other.is_empty,
+            self.is_ambiguous or other.is_ambiguous or is_open,
+            self.repeats + other.repeats + (is_open and not is_letter),
+        )
 
-    def _close(self) -> None:
-        group = self.groups.pop()
-        group.end_alternative()
-        self.groups[-1].repeats += group.most_repeats
-        self.groups[-1].ways *= group.all_ways
-        self.last = group
+    def repeated(self, least: int, most: float, is_possessive: bool) -> "_Part":
+        """This part, `least` to `most` times; a possessive repetition has one end."""
+        is_again = bool(self.ends & self.first)
+        is_open = (self.is_ambiguous or is_again) and not is_possessive
+        rounds = int(min(most, MANY_ROUNDS)) if is_open else 1
+        return _Part(
+            self.lead[:1],
+            frozenset() if is_possessive or (least == most and not is_again) else self.first | self.ends,
+            is_fixed=False,
+            is_empty=self.is_empty or not least,
+            is_ambiguous=is_open,
+            repeats=rounds * (self.repeats + (is_open and is_again)) if rounds < MANY_ROUNDS else MOST_REPEATS + 1,
+        )
 
-    def _repeat(self, repeat: str) -> None:
-        # The character before may be absent, or stand there several times.
-        if self.run:
-            kept = self.run if repeat == "+" else self.run[:-1]
-            self.run = kept
-            self._end_run()
-        around = self.groups[-1]
-        if repeat == "?":
-            around.ways *= 2
-            return
-        if self.last is not None and (self.last.most_repeats or self.last.all_ways > 1):
-            self.is_nested = True
-        around.repeats += 1
-        self.last = _Group(most_repeats=1, all_ways=1)
+
+def _either(parts: Sequence[_Part]) -> _Part:
+    """Alternatives, of which the characters of a path choose one, or which are tried in turn."""
+    if len(parts) == 1:
+        return parts[0]
+    is_certain = all(
+        any(map(frozenset[str].isdisjoint, part.lead, other.lead)) for part, other in itertools.combinations(parts, 2)
+    )
+    return _Part(
+        (frozenset[str]().union(*(part.first for part in parts)),),
+        frozenset[str]().union(*(part.ends for part in parts)),
+        is_fixed=False,
+        is_empty=any(part.is_empty for part in parts),
+        is_ambiguous=not is_certain or any(part.is_ambiguous for part in parts),
+        repeats=max(part.repeats for part in parts),
+    )
+
+
+def _read(tokens: Iterable[re.Match[str]], flags: int) -> _Part:
+    groups: list[tuple[str, list[list[_Part]]]] = [("", [[]])]
+
+    def end() -> _Part:
+        opening, alternatives = groups.pop()
+        part = _either([functools.reduce(_Part.then, parts, _Part()) for parts in alternatives])
+        if opening.startswith(("(?=", "(?!", "(?<=", "(?<!")):
+            return _Part(repeats=part.repeats)  # takes no character
+        return attrs.evolve(part, ends=frozenset(), is_ambiguous=False) if opening == "(?>" else part
+
+    for token in tokens:
+        kind, alternatives = token.lastgroup, groups[-1][1]
+        if kind == "open":
+            groups.append((token[0], [[]]))
+        elif kind == "close":
+            part = end()
+            groups[-1][1][-1].append(part)
+        elif kind == "or":
+            alternatives.append([])
+        elif kind == "mode":
+            least, most = _bounds(token)
+            alternatives[-1][-1] = alternatives[-1][-1].repeated(least, most, token["mode"] == "+")
+        elif kind == "zero":
+            alternatives[-1].append(_Part())
+        elif kind == "reference":
+            alternatives[-1].append(_Part((frozenset(_SAMPLE),), is_fixed=False))
+        else:
+            alternatives[-1].append(_Part((_characters(token[0], flags),), is_empty=False))
+    return end()
+
+
+def _bounds(token: re.Match[str]) -> tuple[int, float]:
+    """The least and the largest number of rounds of a repetition."""
+    if token["repeat"] in ("*", "+", "?"):
+        return int(token["repeat"] == "+"), 1 if token["repeat"] == "?" else math.inf
+    least = int(token["least"] or 0)
+    return least, int(token["most"]) if token["most"] else math.inf if token["comma"] else least
+
+
+@functools.lru_cache(maxsize=4096)
+def backtracks(pattern: re.Pattern[str]) -> bool:
+    """Returns whether a pattern may take years to match a path.
+
+    ```python
+    import re
+
+    from shardrules.core.patterns import backtracks
+
+    assert backtracks(re.compile("(a+)+$")) and not backtracks(re.compile("(a+/)+$"))
+    ```
+    """
+    text = pattern.pattern
+    is_short = len(re.findall(r"[*+?{]", text)) <= MOST_REPEATS and not re.search(r"\)[*+{]", text)
+    if is_short or pattern.flags & re.VERBOSE:
+        return False
+    is_caseless = pattern.flags & re.IGNORECASE or re.search(r"\(\?[ams]*i", text)
+    part = _read(_tokens(text), re.DOTALL | (re.IGNORECASE if is_caseless else 0))
+    return part.repeats > MOST_REPEATS
 
 
 def compile_pattern(pattern: str | re.Pattern[str], owner: str) -> re.Pattern[str]:
     """Returns `pattern` compiled; `owner` is the rule or function named in the error."""
     try:
-        return re.compile(pattern)
+        compiled = re.compile(pattern)
+        is_slow = backtracks(compiled)
     except (re.error, OverflowError, RecursionError, TypeError, ValueError) as error:  # also of numbers in it
         why = "it nests too deeply" if isinstance(error, RecursionError) else error
         raise PatternError(f"{owner}: pattern {pattern!r:.200} is not a regular expression: {why}") from error
-
-
-Matcher = Callable[[str], object]
-"""Takes a path, and returns something true if the pattern matches it."""
-
-
-def guarded(pattern: re.Pattern[str], match: str, paths: Iterable[str], owner: str) -> Matcher:
-    """Returns the method `match` of a pattern; one that may backtrack raises a `PatternError` instead of hanging.
-
-    Only where the text of the pattern leaves it open, another process tries it. `paths` are the paths that it may be
-    asked about, and `owner` is the rule or function named in the error.
-
-    ```python
-    import re
-
-    from shardrules.core.patterns import guarded
-
-    assert guarded(re.compile("w$"), "search", ["mlp/w"], "me")("mlp/w")
-    ```
-    """
-    paths = list(paths)
-    plain: Matcher = getattr(pattern, match)
-    if max(map(len, paths), default=0) <= outline(pattern.pattern).safe_length:
-        return plain
-    return _Trial(pattern, match, paths, owner)
-
-
-@final
-@attrs.frozen(eq=False)
-class _Trial:
-    """A matcher that asks another process."""
-
-    pattern: re.Pattern[str]
-    match: str
-    paths: list[str]
-    owner: str
-    answers: dict[str, str] = attrs.field(factory=dict)
-
-    def __call__(self, path: str) -> bool:
-        if path not in self.answers:
-            # Those not answered yet, beginning with this one: the process stops at the first that takes too long.
-            others = (other for other in self.paths if other != path and other not in self.answers)
-            requested = tuple(dict.fromkeys([path, *others]))
-            answers = _ask(self.pattern, self.match, requested)
-            # Where no process can be started, nothing is known, and the pattern is matched here.
-            if answers is None:
-                return bool(getattr(self.pattern, self.match)(path))
-            self.answers.update(zip(requested, answers, strict=False))
-        if self.answers[path] == _SLOW:
-            raise PatternError(
-                f"{self.owner}: pattern {self.pattern.pattern!r} backtracks for more than {SECONDS} s on the path "
-                f"{path!r}: it has a repetition inside a repetition, as in (a+)+, or many of them in a row. Write one "
-                "repetition for both, a+, or what stands between the parts, (a+/)+"
-            )
-        return self.answers[path] == _MATCHES
-
-
-_MATCHES, _SLOW = "1", "t"
-
-# The time is the processor's, not the clock's: a loaded machine gives the same answers. `re` checks for signals while
-# it matches, but only in a main thread, which users of this package may not be in; here it is.
-_SCRIPT = """
-import json, re, signal, sys
-
-def stop(signum, frame):
-    raise TimeoutError
-
-pattern, flags, match, paths, seconds = json.loads(sys.stdin.read())
-matches = getattr(re.compile(pattern, flags), match)
-signal.signal(signal.SIGVTALRM, stop)
-for path in paths:
-    try:
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-        answer = "1" if matches(path) else "0"
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    except TimeoutError:
-        answer = "t"
-    sys.stdout.write(answer)
-    if answer == "t":
-        break
-sys.stdout.write(".")
-"""
-
-
-@functools.lru_cache(maxsize=64)  # a rule is often planned for the same tree again
-def _ask(pattern: re.Pattern[str], match: str, paths: tuple[str, ...]) -> str | None:
-    """One character for each of the first paths, up to one that takes too long; `None` without an answer."""
-    request: list[Any] = [pattern.pattern, pattern.flags, match, paths, SECONDS]
-    try:
-        process = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _SCRIPT],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            check=False,
+    if is_slow:
+        raise PatternError(
+            f"{owner}: pattern {compiled.pattern!r} may backtrack for years: it has a repetition inside a repetition, "
+            "as in (a+)+, or many of them in a row. Write one repetition for both, a+, or what stands between the "
+            "parts, (a+/)+"
         )
-    except OSError:  # a program that Python is embedded in has no interpreter
-        return None
-    return process.stdout[:-1] if process.stdout.endswith(".") else None
+    return compiled

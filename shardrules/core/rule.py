@@ -16,14 +16,13 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self, TypeVar, final
 
 import attrs
-import jax.tree_util as jtu
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules.core.axes import AnyMesh, check_mesh, mesh_sizes, mesh_text, shown_mesh
+from shardrules.core.axes import AnyMesh, Axis, check_mesh, mesh_sizes, mesh_text, shown_mesh
 from shardrules.core.check import ambiguous_paths, check_leaves, idle_patterns, over_budget, with_templates
 from shardrules.core.context import current_mesh
 from shardrules.core.counterparts.bind import bind_decisions, same_arrays
@@ -35,18 +34,17 @@ from shardrules.core.errors import (
     PlanError,
     RuleError,
     RuleTypeError,
-    SpecError,
     TreeError,
-    printable,
-    shortened,
     suggest,
 )
-from shardrules.core.finding import UNDECIDED_CODES, Finding, merged, plan_error, shape_text, template
-from shardrules.core.leaf import Decision, Leaf, conflict, rule_text
+from shardrules.core.finding import UNDECIDED_CODES, Finding, merged, plan_error, shape_text
+from shardrules.core.leaf import Decision, Leaf, rule_text
 from shardrules.core.leaves import Leaves, RuleCall, Verdict
-from shardrules.core.spec import canonical, checked_spec, spec_code, spec_key, spec_repr
+from shardrules.core.pins import as_pinned, pinned_verdict
+from shardrules.core.spec import checked_spec, spec_code, spec_key, spec_repr
 from shardrules.core.storage import codec
-from shardrules.core.tree import PathStyle, ReadsIndex, Survey, array_kind, flatten_specs, leaf_paths, survey, widest
+from shardrules.core.tree import PathStyle, ReadsIndex, Survey, survey, widest
+from shardrules.core.verdicts import checked_verdict, conflicts, name_rule, undecided, verdict_by_apply
 from shardrules.core.views.blocks import Blocks, blocks_of
 from shardrules.core.views.diff import Placements, PlanDiff, placements
 from shardrules.core.views.explain import explain_kind, find_kinds
@@ -65,7 +63,7 @@ class _FromFields:
 
     compute: Callable[[Any], Any]
     is_joined: bool = False
-    """Whether it is nothing but what the rules inside have."""
+    """The attribute joins the values of the rules inside and adds nothing."""
 
     def __get__(self, rule: Any, owner: type | None = None) -> Any:
         return self if rule is None else self.compute(rule)
@@ -159,10 +157,13 @@ class ShardingRule(abc.ABC):
     """The rules in the fields of this one. A class that says so itself saves every plan from looking for them."""
 
     reads_index: ReadsIndex = "value"
-    """What the rule reads of list indices in paths. `"no"` lets the engine decide equal layers once."""
+    """The part of list indices in paths that the rule reads. `"no"` lets the engine decide equal layers once."""
 
     tree_budgets: tuple[int, ...] = from_fields(_joined_budgets, is_joined=True)
     """Limits, in bytes per device, on all arrays of the tree together. A plan that misses one has an error."""
+
+    named_axes: tuple[Axis | PartitionSpec | None, ...] = ()
+    """The axes and specs in the fields of the rule itself, which a mesh must have."""
 
     @abc.abstractmethod
     def apply(self, pytree: Any) -> Any:
@@ -269,7 +270,7 @@ class LeavesShardingRule(ShardingRule):
     """
 
     reads_index: ReadsIndex = from_fields(_joined_reads, is_joined=True)
-    """What the rule reads of list indices in paths: by default as much as the rules in its fields, `"value"` without.
+    """The part of list indices in paths that the rule reads: by default as the rules in its fields, else `"value"`.
 
     A rule around others that looks at `leaf.path` itself must assign `"value"`.
     """
@@ -312,7 +313,7 @@ class LeafShardingRule(LeavesShardingRule):
     """
 
     reads_index: ReadsIndex = "value"
-    """What the rule reads of list indices in paths. `"no"` lets the engine decide equal layers once."""
+    """The part of list indices in paths that the rule reads. `"no"` lets the engine decide equal layers once."""
 
     @abc.abstractmethod
     def decide(self, leaf: Leaf) -> Decision:
@@ -333,25 +334,11 @@ class LeafShardingRule(LeavesShardingRule):
             try:
                 decisions.append(self.decide(leaf))
             except RuleError as error:
-                decisions.append(_undecided(error))
+                decisions.append(undecided(error))
             except Exception as error:
-                _name_rule(error, self, f" for {leaf.path or 'the tree'} {shape_text(leaf.shape)}")
+                name_rule(error, self, f" for {leaf.path or 'the tree'} {shape_text(leaf.shape)}")
                 raise
         return Verdict(tuple(decisions))
-
-
-def _undecided(error: RuleError) -> Decision:
-    return Decision(None, error.why, findings=(conflict(error),))
-
-
-_RAISED_BY = "raised by the rule "
-
-
-def _name_rule(error: Exception, rule: ShardingRule, leaf: str = "") -> None:
-    """Adds a note with the rule that raised, and the leaf if it is known, unless a rule inside has added its own."""
-    if not any(note.startswith(_RAISED_BY) for note in getattr(error, "__notes__", ())):
-        # A rule may hold many thousand specs; this many characters show which one it is.
-        error.add_note(f"{_RAISED_BY}{rule_text(rule):.200}{leaf}")
 
 
 def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:
@@ -373,7 +360,12 @@ def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:
         leaves = leaves.replace(attrs.evolve(leaf, mesh=rule.mesh) for leaf in leaves.items)
     _check_reads_index(rule, leaves.survey)
     inner = leaves.recording([])
-    verdict = _checked_verdict(rule, inner)
+    ask = (
+        rule.decide_all
+        if isinstance(rule, LeavesShardingRule)
+        else functools.partial(verdict_by_apply, rule, rule.apply)
+    )
+    verdict = checked_verdict(rule, inner, ask)
     leaves.calls.append(RuleCall(rule, inner, verdict))
     # The record has the idle patterns: a rule around this one must not hand them on a second time.
     return attrs.evolve(verdict, idle=()) if verdict.idle else verdict
@@ -389,101 +381,6 @@ def _check_reads_index(rule: ShardingRule, tree_survey: Survey) -> None:
             "decision. Keep the inner rule in a field of the outer one, or set "
             f"reads_index = {reads_index!r} there"
         )
-
-
-def _checked_verdict(rule: ShardingRule, leaves: Leaves) -> Verdict:
-    """The verdict of `rule`: each decision names a rule, and conflicts become findings of the verdict."""
-    try:
-        verdict = rule.decide_all(leaves) if isinstance(rule, LeavesShardingRule) else _decide_by_apply(rule, leaves)
-    except RuleError as error:
-        findings = [attrs.evolve(conflict(error), rule=error.rule or rule_text(rule))]
-        # What a mesh lacks it lacks for every leaf.
-        if error.code == "unknown-axis":
-            findings = [
-                attrs.evolve(findings[0], path=leaf.path, shape=leaf.shape, count=count)
-                for leaf, count in zip(leaves.items, leaves.counts, strict=True)
-            ]
-        return Verdict(tuple([leaf.skip(error.why) for leaf in leaves.items]), tuple(findings))
-    except Exception as error:
-        _name_rule(error, rule)
-        raise
-    if not isinstance(verdict, Verdict):
-        raise ConfigTypeError(
-            f"{rule_text(rule)}: decide_all returned {verdict!r:.80}, not a Verdict(decisions, findings)"
-        )
-    if len(verdict.decisions) != len(leaves.items):
-        raise PlanError(
-            f"{rule_text(rule)}: decide_all returned {len(verdict.decisions)} decisions for {len(leaves.items)} leaves"
-        )
-    # Most decisions come from rules inside, and are complete: in a deep tree of rules every call here counts.
-    decisions = tuple(
-        [
-            decision
-            if isinstance(decision, Decision) and (decision.rule is not None or decision.spec is None)
-            else _completed(rule, leaf, decision)
-            for leaf, decision in zip(leaves.items, verdict.decisions, strict=True)
-        ]
-    )
-    findings = verdict.findings
-    if any(decision.findings for decision in decisions):
-        # A composite may drop a decision without an opinion, so conflicts must not stay in decisions.
-        findings = (*findings, *_conflicts(rule, decisions, leaves.counts))
-        decisions = tuple(map(_without_conflicts, decisions))
-    return Verdict(decisions, findings, verdict.idle)
-
-
-def _conflicts(rule: ShardingRule, decisions: Sequence[Decision], counts: Sequence[int]) -> Iterator[Finding]:
-    for decision, count in zip(decisions, counts, strict=True):
-        for finding in decision.findings:
-            if finding.code in UNDECIDED_CODES:
-                yield attrs.evolve(finding, count=finding.count * count, rule=finding.rule or rule_text(rule))
-
-
-def _without_conflicts(decision: Decision) -> Decision:
-    if not any(finding.code in UNDECIDED_CODES for finding in decision.findings):
-        return decision
-    findings = tuple([finding for finding in decision.findings if finding.code not in UNDECIDED_CODES])
-    return attrs.evolve(decision, findings=findings)
-
-
-def _completed(rule: ShardingRule, leaf: Leaf, decision: Any) -> Decision:
-    """The decision with the rule that made it; one that is invalid becomes a conflict."""
-    if not isinstance(decision, Decision):
-        why = f"decide returned {decision!r}, not a Decision"
-        hint = "Return leaf.shard(dim, axis), leaf.replicate(why), leaf.skip(why) or Decision(spec, reason)"
-        return _undecided(leaf.error(rule, why, hint))
-    try:
-        return Decision(checked_spec(decision.spec), decision.reason, rule, decision.findings)
-    except SpecError as error:
-        return _undecided(leaf.error(rule, str(error)))
-
-
-def _decide_by_apply(rule: ShardingRule, leaves: Leaves) -> Verdict:
-    """Asks a rule that only has `apply`: it gets the whole tree, and an empty spec means no opinion.
-
-    Rules inside it find the mesh on the shapes, which takes precedence over the one in force.
-    """
-    # The rule sees the whole tree, with the leaves in question as other rules have changed them.
-    kinds = list(leaves.survey.kinds)
-    for leaf, kind_index in zip(leaves.items, leaves.kind_indices, strict=True):
-        kinds[kind_index] = leaf
-    tree = leaves.survey.structs(kinds, leaves.items[0].mesh)
-    specs = flatten_specs(rule.apply(tree), leaves.survey.treedef, f"what {rule_text(rule)} returned")
-    # Of the leaves of a kind the last one decides. By default each leaf is a kind: such rules may read any index.
-    kind_specs = dict(zip(leaves.survey.kind_of, specs, strict=True))
-    decisions: list[Decision] = []
-    for leaf, kind_index in zip(leaves.items, leaves.kind_indices, strict=True):
-        kind_spec = kind_specs[kind_index]
-        try:
-            spec = PartitionSpec() if kind_spec is None else checked_spec(kind_spec)
-        except SpecError as error:
-            decisions.append(_undecided(leaf.error(rule, f"apply returned an invalid spec: {error}")))
-            continue
-        if canonical(spec) == PartitionSpec():
-            decisions.append(leaf.skip("apply returned an empty spec"))
-        else:
-            decisions.append(leaf.try_refine(spec, "from apply"))
-    return Verdict(tuple(decisions))
 
 
 def _inner_mesh(rule: ShardingRule) -> AnyMesh | None:
@@ -514,15 +411,15 @@ def _decide_tree(
     tree_survey = survey(pytree, target_mesh, in_force=in_force, reads_index=rule.reads_index, path_style=path_style)
     leaves = _all_leaves(tree_survey)
     verdict = decide(rule, leaves)
-    conflicts = [finding for finding in verdict.findings if finding.code in UNDECIDED_CODES]
-    if conflicts:
-        count = sum(finding.count for finding in conflicts)
+    problems = [finding for finding in verdict.findings if finding.code in UNDECIDED_CODES]
+    if problems:
+        count = sum(finding.count for finding in problems)
         title = f"{count} {'leaf' if count == 1 else 'leaves'} cannot be decided"
         # All errors are raised at once, so that they can be fixed together.
         checks = check_leaves(tree_survey.kinds, verdict.decisions, leaves.counts, tree_survey.mesh)
         errors = [finding for finding in checks if finding.severity == "error"]
         title += f", and there are {sum(finding.count for finding in errors)} other errors" if errors else ""
-        raise plan_error(title, with_templates([*conflicts, *errors], tree_survey))
+        raise plan_error(title, with_templates([*problems, *errors], tree_survey))
     return leaves, verdict
 
 
@@ -591,7 +488,7 @@ class ChainShardingRule(LeavesShardingRule):
                 # Some rules ignore earlier decisions, so the chain makes sure that they stay.
                 refined = items[position].try_refine(decision.spec, "")
                 if refined.spec is None:
-                    findings += _conflicts(rule, (refined,), (leaves.counts[position],))
+                    findings += conflicts(rule, (refined,), (leaves.counts[position],))
                 else:
                     opinions[position].append(attrs.evolve(decision, spec=refined.spec))
                     items[position] = attrs.evolve(items[position], spec=refined.spec)
@@ -606,38 +503,6 @@ class ChainShardingRule(LeavesShardingRule):
         # A leaf that only one rule split is shown with that rule, not with the chain.
         rule = opinions[0].rule if len(opinions) == 1 else self
         return Decision(opinions[-1].spec, "; ".join(decision.reason for decision in opinions), rule, findings)
-
-
-def _as_pinned(specs: Any) -> tuple[tuple[str, PartitionSpec | None], ...]:
-    if isinstance(specs, tuple | list) and all(
-        isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in specs
-    ):
-        pairs = list(specs)
-    else:
-        values, treedef = jtu.tree_flatten(specs, is_leaf=lambda node: node is None or isinstance(node, PartitionSpec))
-        # Numbers stand in for the values, since `None` has no path.
-        paths = leaf_paths(jtu.tree_unflatten(treedef, [0] * len(values)))
-        # `plan.specs` also holds the static leaves of a model: activation functions and the like are skipped.
-        pairs = [(path, value) for path, value in zip(paths, values, strict=True) if _is_for_an_array(value)]
-    pinned: list[tuple[str, PartitionSpec | None]] = []
-    problems: list[str] = []
-    for path, value in pairs:
-        spec = value.spec if isinstance(value, NamedSharding) else value
-        try:
-            pinned.append((path, None if spec is None else checked_spec(spec)))
-        except SpecError as error:
-            problems.append(f"  {printable(path) or 'the tree'}: {error}")
-    if problems:
-        raise SpecError(
-            "SpecTreeShardingRule takes a tree of PartitionSpecs, of NamedShardings, or (path, spec) pairs:\n"
-            + "\n".join(shortened(problems))
-        )
-    return tuple(pinned)
-
-
-def _is_for_an_array(value: Any) -> bool:
-    """Whether a leaf of a tree of specs says how to place an array. What it says may be invalid."""
-    return isinstance(value, PartitionSpec | Sharding | str | int | float) or array_kind(value) is not None
 
 
 @final
@@ -658,37 +523,12 @@ class SpecTreeShardingRule(LeavesShardingRule):
     ```
     """
 
-    specs: tuple[tuple[str, PartitionSpec | None], ...] = attrs.field(converter=_as_pinned, eq=spec_key, repr=spec_code)
+    specs: tuple[tuple[str, PartitionSpec | None], ...] = attrs.field(converter=as_pinned, eq=spec_key, repr=spec_code)
     parts = ()  # spares the search for rules among many thousand pins
+    named_axes = from_fields(lambda rule: tuple(spec for _, spec in rule.specs))
 
     def decide_all(self, leaves: Leaves) -> Verdict:
-        pinned = dict(self.specs)
-        used: dict[str, None] = {}
-        decisions: list[Decision] = []
-        paths = leaves.attr_paths()
-        for leaf, leaf_path in zip(leaves.items, paths, strict=True):
-            path = leaf_path
-            # The leaf's own pin counts, else the nearest above it: a spec in a prefix is for everything below.
-            while path not in pinned and path:
-                path = path.rpartition("/")[0]
-            spec = pinned.get(path)
-            used[path] = None
-            decisions.append(leaf.skip("not pinned") if spec is None else leaf.try_refine(spec, "pinned"))
-        # A tree of specs usually pins leaves that other rules of a composite have decided already.
-        settled = dict.fromkeys(template(leaf.path) for leaf, _ in leaves.settled)
-        unused = [path for path in pinned if path not in used and template(path) not in settled]
-        findings: list[Finding] = []
-        for position, path in enumerate(unused):
-            suggestion = suggest(path, paths) if position < _SUGGESTIONS else ""
-            message = f"{spec_repr(pinned[path])} is pinned at {path!r}, where the tree has no leaf{suggestion}"
-            remedy = "Correct the path, or remove the pin"
-            findings.append(Finding("warning", "dead-pin", message, path, remedy, rule="SpecTreeShardingRule"))
-        return Verdict(tuple(decisions), tuple(findings))
-
-
-_SUGGESTIONS = 8
-"""How many dead pins get a suggestion. Each is compared with every leaf, so that twice as many take twice the time, and
-more of them mean that the tree is the wrong one."""
+        return pinned_verdict(self.specs, leaves)
 
 
 def _as_planned(plan: Any) -> tuple[tuple[str, tuple[int, ...], PartitionSpec], ...]:
@@ -778,7 +618,7 @@ class ShardingPlan:
 
     @functools.cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many leaves are of each kind."""
+        """The number of leaves of each kind."""
         return _all_leaves(self.survey).counts
 
     @functools.cached_property
@@ -844,7 +684,7 @@ class ShardingPlan:
 
     @functools.cached_property
     def findings(self) -> tuple[Finding, ...]:
-        """What is worth knowing about the plan, errors first. Equal layers share one finding."""
+        """The findings about the plan, errors first. Equal layers share one finding."""
         findings = [*check_leaves(self.kinds, self.decisions, self.counts, self.mesh), *self.rule_findings]
         return merged(with_templates(findings, self.survey))
 

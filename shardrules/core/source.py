@@ -39,7 +39,7 @@ class Source:
 
 
 def is_library(file: str) -> bool:
-    """Whether a file belongs to JAX, to this package, or to any installed package."""
+    """Returns whether a file belongs to JAX, to this package, or to any installed package."""
     return file.startswith(_LIBRARIES) or any(part in file for part in _INSTALLED)
 
 

@@ -96,7 +96,7 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
 
 
 def same(a: PartitionSpec, b: PartitionSpec) -> bool:
-    """Whether two specs place every array alike, however they are written.
+    """Returns whether two specs place every array alike, however they are written.
 
     ```python
     assert sr.specs.same(P("data"), P(("data",), None))
@@ -151,12 +151,12 @@ def device_dtype(dtype: Any) -> Any:
 
 
 def packs(mesh: AnyMesh | None, dtype: Any) -> bool:
-    """Whether elements of fewer than 8 bits share bytes on the devices of a mesh; of one without devices they do."""
+    """Returns whether elements of fewer than 8 bits share bytes on the devices of a mesh; without devices they do."""
     return packs_on(mesh.devices.flat[0] if isinstance(mesh, Mesh) and mesh.devices.size else None, dtype)
 
 
 def packs_on(device: Any, dtype: Any) -> bool:
-    """Whether elements of fewer than 8 bits share bytes on a device, which may be `None`."""
+    """Returns whether elements of fewer than 8 bits share bytes on a device, which may be `None`."""
     if jnp.issubdtype(dtype, jax.dtypes.extended) or jax.dtypes.itemsize_bits(np.dtype(dtype)) >= 8:
         return True
     return getattr(device, "platform", "") != "cpu" or _cpu_packs()
@@ -164,7 +164,7 @@ def packs_on(device: Any, dtype: Any) -> bool:
 
 @functools.cache
 def _cpu_packs() -> bool:
-    """Whether this version of JAX packs them on CPUs: 0.12 does, 0.10 gives each a byte."""
+    """Returns whether this version of JAX packs them on CPUs: 0.12 does, 0.10 gives each a byte."""
     with jax.ensure_compile_time_eval():
         array = jax.device_put(np.zeros(8, jnp.int4), jax.local_devices(backend="cpu")[0])
     return array.on_device_size_in_bytes() < array.size

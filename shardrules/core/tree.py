@@ -36,10 +36,10 @@ from shardrules.core.leaf import Leaf
 from shardrules.core.spec import device_dtype
 
 ReadsIndex: TypeAlias = Literal["no", "width", "value"]
-"""What a rule reads of a list index in a path: nothing, how many digits it has, or the index itself."""
+"""The part of a list index in a path that a rule reads: nothing, how many digits it has, or the index itself."""
 
 PathStyle: TypeAlias = Literal["attr", "index"]
-"""How fields of named tuples appear in paths: by name (`0/mu/w`) or by position (`0/1/w`)."""
+"""The form of fields of named tuples in paths: by name (`0/mu/w`) or by position (`0/1/w`)."""
 
 _READS: tuple[ReadsIndex, ...] = ("no", "width", "value")
 _STYLES: tuple[PathStyle, ...] = get_args(PathStyle)
@@ -99,7 +99,7 @@ class Survey:
     mesh: AnyMesh | None = None
     reads_index: ReadsIndex = "value"
     has_slashes: bool = False
-    """Whether a key has a slash or is empty, so that two leaves may have the same path."""
+    """A key has a slash or is empty, so that two leaves may have the same path."""
 
     path_style: PathStyle = "attr"
 

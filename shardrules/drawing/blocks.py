@@ -16,7 +16,7 @@ from shardrules.core.views.blocks import Block, Blocks, ranges
 from shardrules.drawing.picture import PALETTE, Box, Mark, Picture, Words, label_width
 
 _MOST_CELLS = 8
-"""How many blocks are drawn along a dimension. Twice as many have no room for labels in a notebook."""
+"""The blocks that are drawn along a dimension: more have no room for labels in a notebook."""
 
 _CELL_HEIGHT, _SHEET_WIDTH, _SHEET_HEIGHT = 26, 232, 104
 """Pixels: a line of text with some air, and four sheets side by side on a page of 1,040 pixels."""
@@ -26,7 +26,7 @@ _LINE, _GAP, _SHEETS_PER_ROW = 15, 28, 4
 
 
 def blocks_picture(blocks: Blocks) -> Picture:
-    """Returns a drawing of which device holds which block."""
+    """Returns a drawing of the blocks, with the devices that hold each."""
     return _Drawing(blocks).picture()
 
 
@@ -64,7 +64,7 @@ class _Drawing:
         )
 
     def _headings(self) -> list[str]:
-        """What the rows and the columns of a sheet are, in words."""
+        """The rows and the columns of a sheet, in words."""
         names = [("columns", len(self.blocks.dims) - 1), ("rows", len(self.blocks.dims) - 2)]
         headings = []
         for name, dim in names:
@@ -74,7 +74,7 @@ class _Drawing:
         return headings[::-1]
 
     def _caption(self, sheet_index: int) -> str:
-        """Which part of the dimensions before the last two a sheet is; empty if they are whole."""
+        """The part of the dimensions before the last two that a sheet is; empty if they are whole."""
         outer_index = self._outer_index(sheet_index)
         split_dims = [dim for dim, count in enumerate(self.blocks.counts[:-2]) if count > 1]
         return ", ".join(f"dim {dim} [{_range(self._bounds(dim, outer_index[dim]))}]" for dim in split_dims)
@@ -159,7 +159,7 @@ class _Drawing:
 @final
 @attrs.frozen
 class _Sheet:
-    """Which blocks of the last two dimensions are drawn, and how large."""
+    """The blocks of the last two dimensions that are drawn, and their size."""
 
     rows: tuple[int | None, ...]
     columns: tuple[int | None, ...]

@@ -16,7 +16,7 @@ PLAIN = "#d9d9d9"
 """The fill of blocks that are not split."""
 
 _FONT_SIZE = 11
-"""Pixels. At half the size labels are unreadable; at twice the size most boxes have no room for one."""
+"""Pixels, chosen by hand: the labels of most boxes fit."""
 
 
 def label_width(text: str) -> float:
@@ -66,7 +66,7 @@ class Line:
 
 
 Mark: TypeAlias = Box | Words | Line
-"""What a picture consists of."""
+"""The elements of a picture."""
 
 
 @final

@@ -5,20 +5,20 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import attrs
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from shardrules.core.axes import mesh_text
-from shardrules.core.errors import AxisTypeError, MeshError, MeshWarning, suggest
+from shardrules.core.errors import MeshError, MeshWarning, suggest
+from shardrules.mesh.axis_types import AxisTypes, normalize_axis_types
 from shardrules.mesh.layout import DeviceInfo, Layout, lay_out, layout_of, outer_shapes
 from shardrules.mesh.shape import integers, read_axes, resolve_sizes
 
-AxisTypes: TypeAlias = AxisType | str | Sequence[AxisType | str] | None
-"""The type of every axis, or of each: `AxisType.Explicit`, `"explicit"`, `("auto", "explicit")`; `None` is Auto."""
+_NETWORKS = {"tpu": ("ICI", "DCN"), "gpu": ("NVLink", "Ethernet or InfiniBand")}
 
 DEFAULT_AXIS_DIMS = (1, -1, 1, 1, 1)
 """The sizes of a mesh that is not specified, as in eformer: all devices on the second axis."""
@@ -28,9 +28,6 @@ DEFAULT_AXIS_NAMES = ("dp", "fsdp", "ep", "tp", "sp")
 
 FAST_AXES = ("tp", "tensor", "tensor_parallel", "model", "mp")
 """The axes that need a fast network: their collectives are in every layer, and nothing runs meanwhile."""
-
-_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Manual}
-_NETWORKS = {"tpu": ("ICI", "DCN"), "gpu": ("NVLink", "Ethernet or InfiniBand")}
 
 
 def create_mesh(
@@ -229,7 +226,7 @@ def _as_array(devices: Any) -> np.ndarray:
 
 
 def _is_placed(devices: np.ndarray, is_array: bool, sizes: tuple[int, ...], infos: list[DeviceInfo]) -> bool:
-    """Whether the devices were passed in their positions, rather than as the ones to use."""
+    """Returns whether the devices were passed in their positions, rather than as the ones to use."""
     if devices.ndim == 1:
         # TPUs are listed process by process, where ids go row by row through the whole torus.
         ids, keys = [info.id for info in infos], [(info.process_index, info.id) for info in infos]
@@ -295,36 +292,6 @@ def _slow_axes(
                 f"{slow} (slow) instead of {fast} (fast). Put an axis before it that the {granules} divide, or pass "
                 "dcn_mesh_dims"
             )
-
-
-def normalize_axis_types(axis_types: AxisTypes, axis_names: Sequence[str]) -> tuple[AxisType, ...]:
-    """Returns the type of each axis, from one type for all or one for each; `None` is Auto."""
-    if axis_types is None:
-        return (AxisType.Auto,) * len(axis_names)
-    types = tuple(map(_axis_type, axis_types if isinstance(axis_types, list | tuple) else (axis_types,)))
-    if len(types) == 1:
-        return types * len(axis_names)
-    if len(types) != len(axis_names):
-        raise MeshError(
-            f"axis_types length must match axis_names length. Got {len(types)} types for {len(axis_names)} axis names"
-        )
-    return types
-
-
-def _axis_type(value: Any) -> AxisType:
-    if isinstance(value, AxisType):
-        return value
-    if not isinstance(value, str):
-        raise AxisTypeError(
-            f"axis_types must be names or values of AxisType, got {value!r} of type {type(value).__name__}"
-        )
-    name = value.strip().lower()
-    if name not in _TYPES:
-        raise MeshError(
-            f"axis_types must be one of {', '.join(map(repr, _TYPES))} or AxisType, got {value!r}"
-            f"{suggest(name, _TYPES)}"
-        )
-    return _TYPES[name]
 
 
 def create_device_mesh(

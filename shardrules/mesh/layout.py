@@ -1,4 +1,4 @@
-"""Which device goes where in a mesh: arithmetic on descriptions of devices, so that a pod can be planned without one.
+"""The position of each device in a mesh: arithmetic on descriptions, so that a pod can be planned without one.
 
 Devices that a fast network joins form a granule: a slice if there are several slices, else a process. Every axis of the
 mesh is a product of an outer part, which goes from granule to granule over the slow network, and an inner part, which
@@ -18,13 +18,13 @@ from shardrules.core.errors import MeshError
 from shardrules.mesh.shape import integers, resolve_sizes
 
 Granule: TypeAlias = Literal["slice", "process"]
-"""What a fast network joins."""
+"""Devices that a fast network joins."""
 
 
 @final
 @attrs.frozen
 class DeviceInfo:
-    """What the layout of a mesh depends on in a device. The fields are named as in `jax.Device`.
+    """The properties of a device on which the layout of a mesh depends. The fields are named as in `jax.Device`.
 
     `coords` is the position in the torus of a slice: only TPUs have one, and the coordinates of GPUs are ignored.
     """
@@ -173,7 +173,7 @@ def _grouped(devices: Sequence[DeviceInfo], key: Callable[[DeviceInfo], int], or
 def _outer(
     shape: tuple[int, ...], label: str, kind: Granule, count: int, requested: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """How many granules each axis spans."""
+    """The number of granules that each axis spans."""
     if requested is not None:
         return _requested_outer(shape, label, kind, count, requested)
     # All slices on one axis, if possible: then the other axes never use the slow network.

@@ -1,4 +1,4 @@
-"""Which part of a dimension each process has: computed from the mesh, so that processes need not ask each other."""
+"""The part of a dimension that each process has: computed from the mesh, so that processes need not ask each other."""
 
 from typing import Any, final
 

@@ -26,8 +26,8 @@ from shardrules.core.jax_state import coordination_client, process_count, proces
 _NOTES = "shardrules/notes/"
 _OUTCOMES = "shardrules/outcomes/"
 _READ_SECONDS = 20.0
-"""How long to wait for a value that the store has already: a busy store takes milliseconds, a lost one never answers.
-Half of it could fail on an overloaded machine; the double only delays the error about a lost store."""
+"""The time to wait for a value that the store has already: a busy store takes milliseconds, a lost one never answers.
+Chosen by hand."""
 
 _PAUSE_SECONDS = 0.2
 """The pause before another attempt, in which processes that arrived together give up together. It delays a process that
@@ -40,7 +40,7 @@ _LONGEST_WAIT = 2**31 - 1
 @final
 @attrs.frozen
 class _Note:
-    """Where a process is, its message to the others, and the meeting and attempt that it goes to next."""
+    """The position of a process, its message to the others, and the meeting and attempt that it goes to next."""
 
     state: str  # "waiting at", "gave up at" or "past"
     name: str

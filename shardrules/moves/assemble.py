@@ -17,8 +17,7 @@ from jax.sharding import Sharding
 from shardrules.moves.schedule import Box, Device, Schedule, box_shape, slices
 
 _ALIGNMENT_BYTES = 64
-"""What XLA's CPU client asks of memory that it adopts. With half of it XLA would copy every other shard; with twice as
-much nothing changes but a few bytes."""
+"""The alignment that XLA's CPU client asks of memory that it adopts: it copies any other."""
 
 Recipe: TypeAlias = dict[Box, tuple[tuple[Device, tuple[slice, ...], tuple[slice, ...]], ...]]
 """For each new box: the device, the part of its old shard, and the part of the box that this fills."""

@@ -1,4 +1,4 @@
-"""What arrays consist of: shards on devices, and for PRNG keys the integers behind them."""
+"""The parts of arrays: shards on devices, and for PRNG keys the integers behind them."""
 
 from collections.abc import Container, Hashable, Iterator, Mapping
 from typing import Any

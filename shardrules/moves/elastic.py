@@ -1,4 +1,4 @@
-"""What to do when devices are lost, or come back: another mesh, another batch size, and the state moved to it.
+"""Training after devices are lost, or come back: another mesh, another batch size, and the state moved to it.
 
 The caller passes in which devices are alive. How to find that out differs from platform to platform; what follows from
 it does not.

@@ -48,7 +48,7 @@ _REPLICA = "_intermediate_replica"
 _SPLIT = "_intermediate_split"
 
 _GATHERED_TOGETHER = 100
-"""How many arrays one program gathers. Doubled, it takes more than twice as long to compile; halved, twice as many
+"""The most arrays that one program gathers. Doubled, it takes more than twice as long to compile; halved, twice as many
 programs with collectives are launched, which XLA has to run one after the other."""
 
 
@@ -196,7 +196,7 @@ def _divisors(size: int) -> list[int]:
 
 
 def _replicas(spec_entries: Entries, factors: Sequence[int], sizes: Mapping[str, int]) -> dict[str, int]:
-    """How many copies each axis holds so that every dimension has its factor fewer parts: on as few axes as possible,
+    """The copies that each axis holds so that every dimension has its factor fewer parts: on as few axes as possible,
     and the last ones of each dimension first."""
     result: dict[str, int] = {}
     for entry, factor in zip(spec_entries, factors, strict=True):
@@ -243,7 +243,7 @@ def _lay_out(source: NamedSharding, spec_entries: Entries, replicas: Mapping[str
 
 
 def _cost(source: NamedSharding, between: _Intermediate, target: NamedSharding, grid: tuple[int, ...]) -> Any:
-    """What moves, and the most that any device holds, in cells of a grid that no part of an array cuts."""
+    """The cells that move, and the most that any device holds, of a grid that no part of an array cuts."""
     old, gathered, new = (boxes_of(sharding, grid) for sharding in (source, between.sharding, target))
     mesh = between.sharding.mesh
     assert isinstance(mesh, Mesh)

@@ -170,7 +170,7 @@ def _move_group(
 
 
 def _make_tool(schedule: Schedule) -> _Tool:
-    """What moves arrays of one schedule: shards are put together in memory, or sent in pieces."""
+    """The mover of the arrays of one schedule: shards are put together in memory, or sent in pieces."""
     return make_recipe(schedule) if moves_in_memory(schedule) else Mover(schedule)
 
 

@@ -21,15 +21,15 @@ from shardrules.moves.rounds import Round, piece_bytes, rounds
 from shardrules.moves.schedule import Box, Device, Piece, Schedule
 
 _LAUNCH_ARRAYS = 32
-"""How many arrays go through one launch of a program: two thousand small ones take about 60 launches a round. Doubled,
+"""The most arrays in one launch of a program: two thousand small ones take about 60 launches a round. Doubled,
 a program takes twice as long to compile; halved, twice as many launches."""
 
 _LAUNCH_BYTES = 2 * 2**20
-"""How much of those arrays a device may hold, 2 MiB: larger arrays are slow enough to be launched one by one. Doubled,
-twice as much is in flight; halved, medium arrays take twice as many launches."""
+"""The bytes of those arrays that a device may hold: larger arrays are slow enough to be launched one by one. Chosen by
+hand."""
 
 _IN_FLIGHT_BYTES = 4 * 2**20
-"""What may be in flight on a device before the host waits; for large shards a sixteenth of one. Doubled, the peak of a
+"""The bytes in flight on a device before the host waits; for large shards a sixteenth of one. Doubled, the peak of a
 small move is 4 MiB higher; halved, the host waits twice as often and devices idle."""
 
 _PER_ROUND = 6
@@ -58,12 +58,12 @@ def _in_flight_limit(schedule: Schedule) -> int:
 
 
 def _launch_arrays(schedule: Schedule) -> int:
-    """How many arrays go through one launch: a power of two, so that few sizes of launch are compiled."""
+    """Returns the number of arrays in one launch: a power of two, so that few sizes of launch are compiled."""
     return 1 << (min(_LAUNCH_ARRAYS, max(1, _LAUNCH_BYTES // max(1, schedule.new_bytes))).bit_length() - 1)
 
 
 def _sends_whole_shards(schedule: Schedule) -> bool:
-    """Whether shards are sent uncut. Between processes only small ones are: a receiver sends as much as it gets."""
+    """Returns whether shards are sent uncut. Between processes only small ones are: receivers send what they get."""
     old_boxes = [schedule.source.get(piece.sender, ()) for piece in schedule.pieces]
     whole = all(
         (piece.relayed or old_box == piece.box) and piece.box == schedule.target[piece.receiver]
@@ -286,7 +286,7 @@ def _permute(stacks: list[jax.Array], *, line: Mesh, pairs: tuple[tuple[int, int
 
 
 def _send(arrays: Sequence[Shards], pieces: Sequence[Piece], shape: tuple[int, ...], dtype: Any) -> list[Shards]:
-    """What the devices of this process receive, for every array, when senders send what they hold, of this shape."""
+    """Returns what this process's devices receive, for every array, when senders send what they hold, of this shape."""
     result: list[dict[Device, jax.Array]] = [{} for _ in arrays]
     near = [piece for piece in pieces if piece.sender.process_index == piece.receiver.process_index]
     local = [piece for piece in near if piece.sender.process_index == jax.process_index()]
@@ -311,7 +311,7 @@ def _send(arrays: Sequence[Shards], pieces: Sequence[Piece], shape: tuple[int, .
 def _exchange(
     arrays: Sequence[Shards], pieces: Sequence[Piece], shape: tuple[int, ...], dtype: Any
 ) -> list[dict[Device, jax.Array]]:
-    """What goes from process to process: all that take part run one program, on the devices that send or receive."""
+    """Transfers between processes: all that take part run one program, on the devices that send or receive."""
     involved = dict.fromkeys(device for piece in pieces for device in (piece.sender, piece.receiver))
     devices = tuple(sorted(involved, key=lambda device: device.id))
     if not _local(devices):

@@ -1,4 +1,4 @@
-"""What a move carries, from where to where, and what it takes, before it is made."""
+"""The plan of a move: its bytes, from where to where, and its cost, before it is made."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, final
@@ -19,13 +19,13 @@ from shardrules.moves.schedule import Box, Schedule
 from shardrules.placement.traced import host_memory
 
 Route: TypeAlias = Literal["alias", "local", "direct", "intermediate", "host"]
-"""How an array moves; `LeafMove.route` says what each means."""
+"""The route of an array; `LeafMove.route` says what each means."""
 
 
 @final
 @attrs.frozen(eq=False)
 class LeafMove:
-    """How one array goes to its new sharding."""
+    """The move of one array to its new sharding."""
 
     path: str
     shape: tuple[int, ...]
@@ -34,9 +34,9 @@ class LeafMove:
     """`None` for what comes from the host."""
     target: Sharding
     schedule: Schedule | None = attrs.field(default=None, repr=False)
-    """Which device sends what to which; `None` for what comes from the host."""
+    """The pieces that devices send to others; `None` for what comes from the host."""
     copy_reason: str = ""
-    """Why the array is copied even if nothing moves; empty where it is not."""
+    """The reason for which the array is copied even if nothing moves; empty where it is not."""
 
     @property
     def route(self) -> Route:
@@ -52,12 +52,12 @@ class LeafMove:
 
     @property
     def moved_bytes(self) -> int:
-        """What goes from one device to another, or from the host to devices, over all of them."""
+        """The bytes from one device to another, or from the host to devices, over all of them."""
         return sum(self.received_bytes().values())
 
     @property
     def kept_bytes(self) -> int:
-        """What devices of the new sharding have already, over all of them."""
+        """The bytes that devices of the new sharding have already, over all of them."""
         return 0 if self.schedule is None else sum(self.schedule.sums.kept.values())
 
     def received_bytes(self) -> Mapping[Any, int]:
@@ -97,7 +97,7 @@ class LeafMove:
 
     @property
     def reason(self) -> str:
-        """Why it takes this route."""
+        """The reason for this route."""
         match self.route:
             case "alias":
                 return "already in place"
@@ -131,33 +131,33 @@ def _box_bytes(schedule: Schedule, boxes: Mapping[Any, Box]) -> dict[int, int]:
 @final
 @attrs.frozen(eq=False)
 class ReshardPlan:
-    """What a move carries and takes, before it is made. Printed, it is a table."""
+    """The bytes and the cost of a move, before it is made. Printed, it is a table."""
 
     moves: tuple[LeafMove, ...]
     """One for each array, in the order of the tree."""
     batches: tuple[tuple[int, ...], ...] = attrs.field(repr=False)
     """The indices of the moves that are made together, in their order."""
     donate: bool = False
-    """Whether each array is given up once it has moved."""
+    """True where each array is given up once it has moved."""
 
     @property
     def moved_bytes(self) -> int:
-        """What goes from device to device or from the host to devices, over all of them."""
+        """The bytes from device to device or from the host to devices, over all of them."""
         return sum(move.moved_bytes * count for move, count in _count_equal(self.moves))
 
     @property
     def kept_bytes(self) -> int:
-        """What devices have already of their new shards, over all of them."""
+        """The bytes that devices have already of their new shards, over all of them."""
         return sum(move.kept_bytes * count for move, count in _count_equal(self.moves))
 
     @property
     def sent_bytes(self) -> dict[int, int]:
-        """What each device sends to others, by its id."""
+        """The bytes that each device sends to others, by its id."""
         return self._sum_by_device(lambda move: {} if move.schedule is None else move.schedule.sums.sent)
 
     @property
     def received_bytes(self) -> dict[int, int]:
-        """What each device receives from others and from the host, by its id."""
+        """The bytes that each device receives from others and from the host, by its id."""
         return self._sum_by_device(LeafMove.received_bytes)
 
     @property

@@ -35,8 +35,8 @@ IN_FLIGHT_BYTES = 256 * 2**20
 beside any model. Doubled, a donated move peaks 256 MiB higher; halved, the host waits twice as often."""
 
 CACHED_SCHEDULES = 4096
-"""How many schedules, and the programs for them, are kept for later calls: more than the distinct arrays of any model
-that was measured, twice over. Doubled, the cache may hold twice as many megabytes; halved, large models miss it."""
+"""The most schedules, with their programs, that are kept for later calls: more than twice the distinct arrays of any
+model that was measured."""
 
 
 def _limit_bytes(value: int | None) -> int:
@@ -84,7 +84,7 @@ class Prepared:
     plan: ReshardPlan
     """With a `LeafMove` for each of `leaf_indices`."""
     cached: bool
-    """Whether schedules and programs are kept for later calls."""
+    """True where schedules and programs are kept for later calls."""
 
 
 def prepare(
@@ -214,7 +214,7 @@ def _is_deleted(leaf: Any, alive: Collection[Any] | None) -> bool:
 
 
 def _problems(value: Any, sharding: Sharding | None, alive: Collection[Any] | None) -> Iterator[Finding]:
-    """What is wrong with an array and with its new sharding, as far as that is known."""
+    """Returns what is wrong with an array and with its new sharding, as far as that is known."""
     shape = tuple(value.shape)
 
     def problem(code: str, message: str, remedy: str) -> Finding:

@@ -1,4 +1,4 @@
-"""Which device sends which part of an array to which: what a move between two shardings comes to.
+"""The schedule of a move between two shardings: the parts of an array that each device sends to others.
 
 A sharding gives every device a box of the array. A move fills the new boxes from the old ones: each new box is cut
 where the old ones meet, and every device of the new box keeps the pieces that it has already, and gets the others from
@@ -17,7 +17,7 @@ from jax.sharding import Sharding
 from shardrules.core.spec import packs_on
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
-"""Where a part of an array begins and ends, in each dimension."""
+"""The beginning and the end of a part of an array, in each dimension."""
 
 Device: TypeAlias = Any
 """A device of JAX, or a stand-in with an `id`, a `process_index`, and perhaps a `slice_index`."""
@@ -62,14 +62,14 @@ class Piece:
 
     @property
     def stays(self) -> bool:
-        """Whether the receiver has it already."""
+        """True where the receiver has it already."""
         return self.sender is self.receiver
 
 
 @final
 @attrs.frozen(eq=False)
 class Sums:
-    """What a schedule adds up to: its route, bytes by device, and pieces that are sent."""
+    """The totals of a schedule: its route, bytes by device, and pieces that are sent."""
 
     route: Literal["alias", "local", "direct", "relayed"]
     """`"alias"` where every new shard is an old one on the same device, `"local"` where every device has its new shard
@@ -129,7 +129,7 @@ class Schedule:
     target: Mapping[Device, Box]
     """The new box of each device."""
     pieces: tuple[Piece, ...]
-    """What fills the new boxes, receiver by receiver."""
+    """The parts that fill the new boxes, receiver by receiver."""
     lost: tuple[Box, ...] = ()
     """Parts that no device can send."""
     sums: Sums = attrs.field(init=False, repr=False, default=attrs.Factory(_sum_pieces, takes_self=True))

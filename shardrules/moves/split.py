@@ -44,7 +44,7 @@ _ERRORS: dict[str, type[ShardRulesError]] = {
 _EMPTY = Finding("error", "no-array", "the tree has no array, and so no mesh")
 
 _NAMED_IDS = 8
-"""How many devices a message names: the devices of one host, usually. Doubled, messages take two lines."""
+"""The most devices that a message names: the devices of one host, usually. Doubled, messages take two lines."""
 
 
 def split_by_mesh_axis(
@@ -293,7 +293,7 @@ def _axis_findings(mesh: Mesh | None, mesh_axis: Any) -> list[Finding]:
 def _mesh_findings(
     mesh: Mesh, first: Mesh, used_devices: Mapping[Any, None], tree_index: int, mesh_axis: str
 ) -> list[Finding]:
-    """Why a mesh cannot be joined to the first one, and to others that have the used devices."""
+    """Returns why a mesh cannot be joined to the first one, and to others that have the used devices."""
     shared = [device for device in mesh.devices.flat if device in used_devices]
     reasons: list[str] = []
     if mesh.axis_names != first.axis_names or any(
@@ -325,7 +325,7 @@ def _structure_findings(trees: Sequence[Any], structures: Sequence[Any]) -> list
 
 
 def _misfit(array: jax.Array, first: jax.Array, mesh_axis: str) -> str:
-    """Why an array cannot be joined to the array of the first tree; empty where it can."""
+    """Returns why an array cannot be joined to the array of the first tree; empty where it can."""
     actual, expected = _named_sharding(array), _named_sharding(first)
     pairs: list[tuple[str, Any, Any]] = [
         ("dtype", array.dtype, first.dtype),

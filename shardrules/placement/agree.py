@@ -16,8 +16,7 @@ _COMPARE, _EXPLAIN = "the plan of every process", "how the plans differ"
 """The names of the two exchanges, for the errors of processes that wait at another barrier."""
 
 _SHOWN = 16
-"""How many devices of a mesh are shown. Half as many may not tell two orders of a host's devices apart, twice as many
-fill several lines."""
+"""The most devices of a mesh that are shown, enough to tell two orders of a host's devices apart. Chosen by hand."""
 
 
 def check_same_plan(plan: ShardingPlan, *, timeout: float = 200) -> ShardingPlan:

@@ -1,4 +1,4 @@
-"""What compiled functions are kept by: keys that are equal only for what compiles to the same, and a bounded cache."""
+"""The cache of compiled functions: bounded, with keys that are equal only for what compiles to the same."""
 
 import itertools
 import threading
@@ -13,9 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 _V = TypeVar("_V")
 
 CACHE_SIZE = 4096
-"""How many signatures of one function are kept. JAX keeps as many calls, of all functions that are jitted with options
-as ours are (8,192 entries, two per call). With half of it, a program that meets more than 2,048 shapes in turn would
-compile each of them again and again; what twice as many would keep, JAX has dropped."""
+"""The most signatures of one function that are kept: JAX keeps as many calls, of all functions that are jitted with
+options as ours are (8,192 entries, two per call)."""
 
 
 @final

@@ -36,15 +36,13 @@ from shardrules.core.spec import UNCONSTRAINED, axis_names, divisible_prefix, en
 from shardrules.core.tree import leaf_paths, spread
 from shardrules.placement.traced import axis_types, constrain_traced, fill_unconstrained, host_memory
 from shardrules.placement.transfer import put_some
-from shardrules.rules.logical.axes import MODE_TRAIN, DynamicShardingAxes, LogicalAxis
-from shardrules.rules.logical.partition_axis import PartitionAxis
-from shardrules.rules.logical.rule import LogicalPairs, as_pairs
+from shardrules.rules.logical import MODE_TRAIN, AxisMeanings, DimNames, LogicalAxis, LogicalPairs, as_pairs
 
 Missing: TypeAlias = Literal["skip", "drop", "error"]
-"""What happens to a constraint on an axis that is missing here: it is skipped, loses that axis, or is an error."""
+"""The fate of a constraint on an axis that is missing here: it is skipped, loses that axis, or is an error."""
 
 Indivisible: TypeAlias = Literal["error", "drop"]
-"""What happens to an axis that does not divide its dimension."""
+"""The fate of an axis that does not divide its dimension."""
 
 
 def with_sharding_constraint(
@@ -191,7 +189,7 @@ def _placement(value: Any, constraint: _Constraint | Sharding, caller: str) -> S
 @final
 @attrs.frozen(eq=False)
 class _Fitted:
-    """What is left of a spec on a mesh, for an array of some shape."""
+    """Returns the rest of a spec on a mesh, for an array of some shape."""
 
     spec: PartitionSpec | None  # None: the constraint is skipped
     errors: tuple[Finding, ...] = ()
@@ -286,18 +284,18 @@ def _error(
 @final
 @attrs.frozen
 class _LogicalAxes:
-    """What logical axes mean: hashable, since JAX keeps it in the key of what it has compiled."""
+    """The meaning of logical axes: hashable, since JAX keeps it in the key of what it has compiled."""
 
-    axes: LogicalPairs | PartitionAxis
+    axes: LogicalPairs | AxisMeanings
     mode: str | int
 
 
 _LOGICAL_AXES = jax.make_user_context(None)
-"""What `constrain` reads. JAX's own kind of context: a function compiled under other meanings is traced again."""
+"""The meaning of logical axes in JAX's own kind of context: a function compiled under another is traced again."""
 
 
 def logical_axes(
-    axes: Mapping[str, Axis | None] | PartitionAxis, *, mode: str | int = MODE_TRAIN
+    axes: Mapping[str, Axis | None] | AxisMeanings, *, mode: str | int = MODE_TRAIN
 ) -> AbstractContextManager[None]:
     """Sets, for a block, the mesh axes of the logical axes that `constrain` names.
 
@@ -318,12 +316,12 @@ def logical_axes(
         assert sr.constrain(jnp.ones((8, 4)), "batch", "embed").sharding.spec == P("data", "model")
     ```
     """
-    return _LOGICAL_AXES(_LogicalAxes(axes if isinstance(axes, PartitionAxis) else as_pairs(axes), mode))
+    return _LOGICAL_AXES(_LogicalAxes(axes if isinstance(axes, AxisMeanings) else as_pairs(axes), mode))
 
 
 def constrain(
     x: Any,
-    *axes: "LogicalAxis | DynamicShardingAxes",
+    *axes: "LogicalAxis | DimNames",
     missing: Missing = "skip",
     indivisible: Indivisible = "error",
 ) -> Any:
@@ -355,15 +353,15 @@ def constrain(
     if logical is None:
         return x
     shape = np.shape(x)
-    names, mode = tuple(name for name in axes if not isinstance(name, DynamicShardingAxes)), logical.mode
-    # One `DynamicShardingAxes` names all dimensions, and brings its own mode.
-    if len(axes) == 1 and isinstance(axes[0], DynamicShardingAxes):
+    names, mode = tuple(name for name in axes if not isinstance(name, DimNames)), logical.mode
+    # A `DimNames` names all dimensions, and brings its own mode.
+    if len(axes) == 1 and isinstance(axes[0], DimNames):
         names, mode = axes[0].axes, axes[0].mode
     if len(names) != len(shape):
         raise SpecError(
             f"constrain: {len(names)} logical axes {tuple(names)!r} for an array of shape {shape_text(shape)}"
         )
-    if isinstance(logical.axes, PartitionAxis):
+    if isinstance(logical.axes, AxisMeanings):
         spec = logical.axes.resolve_spec(names, mode, shape)
     else:
         spec = _translate(names, dict(logical.axes), shape)

@@ -48,7 +48,7 @@ class Destination:
     shardings: list[Sharding | None]
     """One for each leaf; `None` for leaves that are not arrays, and for those with a problem."""
     problems: list[tuple[int, Finding]] = attrs.field(factory=list)
-    """What is wrong with single arrays: pairs of a leaf index and a finding."""
+    """Findings about single arrays: pairs of a leaf index and a finding."""
     shared: dict[int, int] = attrs.field(factory=dict)
     """Leaves of variables that occur twice: each leaf index with that of the first occurrence."""
 

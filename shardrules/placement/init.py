@@ -36,11 +36,11 @@ from shardrules.placement.transfer import put
 from shardrules.rules.how import How
 
 _PROGRAM_BYTES = 128 * 2**20
-"""How much one program may compute before it is worth compiling two. Half of it compiles more programs, double keeps
+"""The work of one program above which it is worth compiling two. Half of it compiles more programs, double keeps
 more arrays waiting for one call to end."""
 
 _CACHE_SIZE = 128
-"""How many signatures of `make` are kept: `functools.lru_cache`'s default. Each holds the constants of the traced
+"""The most signatures of `make` that are kept: `functools.lru_cache`'s default. Each holds the constants of the traced
 function, so fewer are kept than by `filter_jit`. A program that initialises more models than this in turn traces each
 of them again; twice as many may hold twice as many constants."""
 

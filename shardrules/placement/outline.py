@@ -41,7 +41,7 @@ class InitCall:
     """One call of a program."""
 
     inputs: tuple[Any, ...]
-    """What it takes, as variables of the traced function."""
+    """Its operands, as variables of the traced function."""
     outputs: tuple[int, ...]
     """The positions of its results among the outputs of the traced function."""
 
@@ -120,7 +120,7 @@ def outline(
 
 
 def _is_fixed(var: Any, value: Any) -> bool:
-    """Whether a constant is part of a program. An array that spans processes cannot be."""
+    """Returns whether a constant is part of a program. An array that spans processes cannot be."""
     reachable = not isinstance(value, jax.Array) or value.is_fully_addressable
     return reachable and not _is_key(var) and _nbytes(var) <= _CONST_BYTES
 

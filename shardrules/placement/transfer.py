@@ -15,7 +15,7 @@ from shardrules.core.spec import device_dtype
 from shardrules.placement.source import WHOLE_BYTES, ArraySource, Index
 
 _PENDING_BYTES = 64 * 2**20
-"""How many bytes may wait on the host for their transfer to end. Enough to keep a disk busy during a transfer: half of
+"""The bytes that may wait on the host for their transfer to end. Enough to keep a disk busy during a transfer: half of
 it makes readers of large files wait, twice as much only adds to the peak memory of the host."""
 
 
@@ -94,7 +94,7 @@ def put_unplaced(values: Sequence[Any], shardings: Sequence[Sharding | None]) ->
 
 
 def is_placed(value: Any) -> bool:
-    """Whether an array is committed to devices, or the shape of one has a sharding."""
+    """Returns whether an array is committed to devices, or the shape of one has a sharding."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return value.sharding is not None
     return isinstance(value, jax.Array) and value.committed

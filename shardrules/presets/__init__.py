@@ -1,4 +1,4 @@
-"""What users of other libraries come from, one module per library."""
+"""Doors for users of other libraries, one module or folder per library."""
 
 from shardrules.presets import big_vision, eformer, huggingface, pathways
 

@@ -11,12 +11,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh, Axis
 from shardrules.core.errors import ConfigError, NoMeshError, TreeError
-from shardrules.core.patterns import compile_pattern, guarded
+from shardrules.core.patterns import compile_pattern
 from shardrules.core.rule import ShardingRule
 from shardrules.core.spec import pad
 from shardrules.core.tree import leaf_paths
 from shardrules.rules.fsdp import FSDPShardingRule
-from shardrules.rules.logical.rule import LogicalShardingRule
+from shardrules.rules.logical import LogicalShardingRule
 from shardrules.rules.pattern import check_beginning
 from shardrules.rules.regex import RegexShardingRule
 from shardrules.rules.text import DEFAULT_OPS, Ops, parse_call, parse_expression, parse_rule, register_op
@@ -127,8 +127,9 @@ def make_mask_trees(tree: Any, patterns: str | Sequence[str]) -> list[Any]:
     regexes = check_and_compile_patterns(patterns)
     named_leaves, treedef = tree_flatten_with_names(tree)
     names = [name for name, _ in named_leaves]
-    matchers = [guarded(regex, "fullmatch", names, "make_mask_trees") for regex in regexes]
-    first_matches = [next((index for index, matches in enumerate(matchers) if matches(name)), None) for name in names]
+    first_matches = [
+        next((index for index, regex in enumerate(regexes) if regex.fullmatch(name)), None) for name in names
+    ]
     return [jtu.tree_unflatten(treedef, [match == index for match in first_matches]) for index in range(len(regexes))]
 
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from shardrules.core.axes import AnyMesh, Axis, as_axis, as_mesh, axis_tuple, mesh_key, mesh_repr
 from shardrules.core.fields import integer
 from shardrules.core.leaf import Decision, Leaf
-from shardrules.core.rule import LeafShardingRule
+from shardrules.core.rule import LeafShardingRule, from_fields
 from shardrules.core.spec import Entries, make_spec, pad
 
 
@@ -77,6 +77,7 @@ class AutoShardingRule(LeafShardingRule):
     reverse: bool = False
     reads_index = "no"
     parts = ()
+    named_axes = from_fields(lambda rule: rule.axis_names or ())
 
     def decide(self, leaf: Leaf) -> Decision:
         """Returns the decision for `leaf`."""

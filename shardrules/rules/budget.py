@@ -1,4 +1,4 @@
-"""Which arrays to split, and how far, so that a whole tree fits a budget at the least cost.
+"""The arrays to split, and how far, so that a whole tree fits a budget at the least cost.
 
 Every leaf has options: the more bytes a device holds, the fewer it must receive to see the array whole. One option per
 leaf, the bytes within the budget, the sum of costs least: a multiple-choice knapsack. A model has many leaves that
@@ -39,8 +39,7 @@ _EFFORT = 1 << 17
 of it, trees of a few hundred leaves more often get a cost within 0.5 % instead of the least."""
 
 _STEP_EFFORT = 256
-"""What a step counts, in partial choices, however few it looks at: its NumPy calls take as long. With 0, a tree of many
-small groups could take steps without end before `_EFFORT` is reached; the double ends such searches sooner."""
+"""The least that a step counts, in partial choices: its NumPy calls take as long. Chosen by hand."""
 
 _LIMIT = 1 << 62
 """Sums are int64, and two of them are added: twice the limit would overflow, half of it only refuses larger trees."""

@@ -8,7 +8,7 @@ from shardrules.core.axes import Axis, as_axis, axis_tuple
 from shardrules.core.fields import integer
 from shardrules.core.finding import Finding, template
 from shardrules.core.leaf import Decision, Leaf
-from shardrules.core.rule import LeafShardingRule
+from shardrules.core.rule import LeafShardingRule, from_fields
 from shardrules.core.spec import make_spec
 
 
@@ -36,6 +36,7 @@ class DimShardingRule(LeafShardingRule):
     ignore_ndim_error: bool = False
     reads_index = "no"
     parts = ()
+    named_axes = from_fields(lambda rule: (rule.axis,))
 
     def decide(self, leaf: Leaf) -> Decision:
         """Returns the decision for `leaf`."""

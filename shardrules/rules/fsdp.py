@@ -7,7 +7,7 @@ import attrs
 from shardrules.core.axes import Axis, as_axis
 from shardrules.core.fields import size_in_mb
 from shardrules.core.leaf import Decision, Leaf
-from shardrules.core.rule import LeafShardingRule
+from shardrules.core.rule import LeafShardingRule, from_fields
 
 
 @final
@@ -30,6 +30,7 @@ class FSDPShardingRule(LeafShardingRule):
     min_size_mb: float = attrs.field(default=4, converter=size_in_mb("min_size_mb"))
     reads_index = "no"
     parts = ()
+    named_axes = from_fields(lambda rule: (rule.axis,))
 
     def decide(self, leaf: Leaf) -> Decision:
         """Returns the decision for `leaf`."""

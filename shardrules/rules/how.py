@@ -40,13 +40,13 @@ class Dataclass(Protocol):
 
 
 HowEntry: TypeAlias = PartitionSpec | Sharding | Device | None
-"""What says where one array goes, or every array below it in a prefix."""
+"""The place of one array, or of every array below it in a prefix."""
 
 SpecTree: TypeAlias = "HowEntry | Sequence[SpecTree] | Mapping[Any, SpecTree] | Dataclass"
 """A tree of entries with the structure of the arrays' tree, or a prefix of it."""
 
 How: TypeAlias = "SpecTree | ShardingRule | ShardingPlan | Callable[[Any], SpecTree | ShardingRule | ShardingPlan]"
-"""Where the arrays of one tree go. A function gets the tree: `plan.mirror` is one."""
+"""The places of the arrays of one tree. A function gets the tree: `plan.mirror` is one."""
 
 HowEach: TypeAlias = "How | tuple[How, ...]"
 """`in_shardings` and `out_shardings`: one `How` for all arguments or results, or a tuple with one for each."""
@@ -55,7 +55,7 @@ HowEach: TypeAlias = "How | tuple[How, ...]"
 @final
 @attrs.frozen(eq=False)
 class Resolved:
-    """What `how` says about a tree: a plan for it, or one entry for each leaf."""
+    """The meaning of `how` for a tree: a plan for it, or one entry for each leaf."""
 
     plan: ShardingPlan | None
     entries: list[Any]
@@ -89,7 +89,7 @@ def resolve(how: How, tree: Any, mesh: AnyMesh | None, caller: str) -> Resolved:
 
 
 def is_entry(node: Any) -> bool:
-    """Whether a node of a tree of specs is an entry rather than a container."""
+    """Returns whether a node of a tree of specs is an entry rather than a container."""
     return node is None or isinstance(node, PartitionSpec | Sharding | jax.Device)
 
 
@@ -116,7 +116,7 @@ _REMEDIES = {
     "unknown-axis": "Correct the name, or use a mesh that has this axis",
     "rank-overflow": "Give it at most one entry per dimension",
 }
-"""What to do about a spec that the user wrote out: `check_spec` suggests to wrap the rule, and there is none."""
+"""The remedy for a spec that the user wrote out: `check_spec` suggests to wrap the rule, and there is none."""
 
 
 def spec_errors(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh, path: str = "") -> list[Finding]:

@@ -21,7 +21,7 @@ from shardrules.rules.auto import as_axes
 from shardrules.rules.budget import LeafGroup, Option, choose, smallest_budget
 
 Scope: TypeAlias = Literal["array", "tree"]
-"""What the limit applies to: each array by itself, or all arrays of the tree together."""
+"""The arrays that the limit applies to: each array by itself, or all arrays of the tree together."""
 
 
 @final
@@ -60,6 +60,7 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
     # Of equal layers the tree may need only some split, so with that scope each leaf is decided by itself.
     reads_index = from_fields(lambda rule: "no" if rule.scope == "array" else "value")
     tree_budgets = from_fields(lambda rule: (rule.max_memory_per_device,) if rule.scope == "tree" else ())
+    named_axes = from_fields(lambda rule: rule.axis_names or ())
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         """Returns decisions for `leaves` that meet the limit. Raises `PlanError` when the tree cannot fit."""

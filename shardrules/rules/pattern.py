@@ -1,4 +1,4 @@
-"""Path patterns, and what they read of the index of a layer.
+"""Path patterns, and the part of the index of a layer that they read.
 
 `layers/\\d+/mlp` treats layer 3 and layer 112 alike, `layers/3/mlp` does not. A rule whose patterns cannot tell equal
 layers apart lets the engine decide them once, which is what makes planning fast. So a pattern's text is compared with
@@ -13,7 +13,7 @@ from shardrules.core.errors import PatternError
 from shardrules.core.tree import ReadsIndex
 
 Match: TypeAlias = Literal["search", "fullmatch", "match"]
-"""How a pattern is matched against a path: anywhere in it, as a whole, or from its beginning."""
+"""The way a pattern is matched against a path: anywhere in it, as a whole, or from its beginning."""
 
 # An index is a run of digits with a slash, a dot, or an end of the path, on either side. So what stands right behind or
 # right before another character of a name never matches a digit of an index, and of the rest only pieces count that

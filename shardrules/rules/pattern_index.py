@@ -1,4 +1,4 @@
-"""Which of many patterns may match a path, from the names that each pattern must find in it.
+"""An index of many patterns, by the names that each must find in a path.
 
 With thousands of patterns, trying them in order takes nearly all of the time of a plan, and nearly all of them name a
 layer that is not in the path. So each pattern is entered under one of its names, and a path is asked for its names.
@@ -10,15 +10,12 @@ from typing import final
 
 import attrs
 
-from shardrules.core.patterns import PatternOutline
-
 MIN_PATTERNS = 64
 """From this number of patterns on an index is quicker than trying all in order: a path has a hundred names to look up,
-each in a third of the time that a pattern takes. With half as many both take as long."""
+each in a third of the time that a pattern takes."""
 
 _LENGTH = 16
-"""How many characters of a name are looked up: enough for the number of a layer with what is around it. With twice as
-many, most names are shorter, and the table of each length is asked by itself."""
+"""The characters of a name that are looked up: the number of a layer and what is around it. Chosen by hand."""
 
 
 @final
@@ -30,18 +27,17 @@ class PatternIndex:
     anywhere: tuple[int, ...]
 
     @staticmethod
-    def of(outlines: Sequence[PatternOutline]) -> "PatternIndex":
-        """Returns the index of patterns with these outlines; each is entered under its rarest name.
+    def of(names: Sequence[tuple[str, ...]]) -> "PatternIndex":
+        """Returns the index of patterns with these names; each is entered under its rarest one.
 
         ```python
-        from shardrules.core.patterns import outline
         from shardrules.rules.pattern_index import PatternIndex
 
-        index = PatternIndex.of([outline("layers/0/up"), outline("layers/1/up"), outline(".*")])
+        index = PatternIndex.of([("layers/0/up",), ("layers/1/up",), ()])
         assert index.candidates("layers/1/up/w") == [1, 2]
         ```
         """
-        keys = [list(_keys(shown)) for shown in outlines]
+        keys = [list(_keys(pattern_names)) for pattern_names in names]
         counts = collections.Counter(key for own_keys in keys for key in dict.fromkeys(own_keys))
         tables: dict[int, dict[str, list[int]]] = {}
         anywhere: list[int] = []
@@ -67,7 +63,7 @@ class PatternIndex:
         return sorted({*self.anywhere, *(pattern_index for entry in entries for pattern_index in entry)})
 
 
-def _keys(shown: PatternOutline) -> Iterator[str]:
-    for name in shown.names:
+def _keys(names: Sequence[str]) -> Iterator[str]:
+    for name in names:
         for start in range(max(1, len(name) - _LENGTH + 1)):
             yield name[start : start + _LENGTH]

@@ -2,7 +2,6 @@
 
 import functools
 import re
-import sys
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias, final
 
@@ -14,7 +13,7 @@ from shardrules.core.fields import integer, one_of
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
-from shardrules.core.patterns import Matcher, PatternOutline, compile_pattern, guarded, outline
+from shardrules.core.patterns import Matcher, compile_pattern, names
 from shardrules.core.rule import LeavesShardingRule, ShardingRule, decide, from_fields, inner_values
 from shardrules.core.spec import checked_spec, spec_code, spec_key
 from shardrules.core.tree import ReadsIndex, widest
@@ -26,7 +25,7 @@ PatternValue: TypeAlias = PartitionSpec | ShardingRule | str | None
 """The value of a pattern: a spec, a rule, a rule in text form, or `None` for no opinion."""
 
 Unmatched: TypeAlias = Literal["skip", "replicate", "error"]
-"""What to do with a leaf that no pattern matches."""
+"""The treatment of a leaf that no pattern matches."""
 
 
 def _as_pattern_pairs(
@@ -110,6 +109,7 @@ class RegexShardingRule(LeavesShardingRule):
     unmatched: Unmatched = attrs.field(default="skip", converter=one_of("unmatched", "skip", "replicate", "error"))
     min_size: int = attrs.field(default=0, converter=integer("min_size", 0))
     parts = from_fields(lambda rule: rule._inner_rules)
+    named_axes = from_fields(lambda rule: tuple(value for _, value in rule.rules if isinstance(value, PartitionSpec)))
     reads_index = from_fields(
         lambda rule: (
             widest([rule._patterns_read_index, *inner_values(rule, "reads_index")])
@@ -127,16 +127,10 @@ class RegexShardingRule(LeavesShardingRule):
         return widest(reads_index(pattern) for pattern, _ in self.rules)
 
     @functools.cached_property
-    def _outlines(self) -> tuple[PatternOutline, ...]:
-        return tuple([outline(pattern) for pattern, _ in self.rules])
-
-    @functools.cached_property
-    def _safe_length(self) -> int:
-        return min([shown.safe_length for shown in self._outlines], default=sys.maxsize)
-
-    @functools.cached_property
     def _index(self) -> PatternIndex | None:
-        return PatternIndex.of(self._outlines) if len(self.rules) >= MIN_PATTERNS else None
+        if len(self.rules) < MIN_PATTERNS:
+            return None
+        return PatternIndex.of([names(pattern) for pattern, _ in self.rules])
 
     @functools.cached_property
     def _delegates(self) -> tuple[tuple[int, ShardingRule], ...]:
@@ -152,9 +146,9 @@ class RegexShardingRule(LeavesShardingRule):
             [
                 # Searching a text needs no regular expression, and compiling thousands takes longer than all the rest.
                 _contains(pattern)
-                if is_search and shown.names == (pattern,)
+                if is_search and names(pattern) == (pattern,)
                 else getattr(compile_pattern(pattern, "RegexShardingRule"), self.match)
-                for (pattern, _), shown in zip(self.rules, self._outlines, strict=True)
+                for pattern, _ in self.rules
             ]
         )
 
@@ -166,7 +160,7 @@ class RegexShardingRule(LeavesShardingRule):
     def decide_all(self, leaves: Leaves) -> Verdict:
         """Returns the value of the first pattern for each of `leaves`; rules among the values decide what they won."""
         paths = [leaf.path for leaf in leaves.items]
-        matchers, fixed_decisions = self._matchers_for(paths), self._fixed_decisions
+        matchers, fixed_decisions = self._matchers, self._fixed_decisions
         decisions: list[Decision] = []
         delegated: dict[int, list[int]] = {}
         winners = self._winners(paths, matchers)
@@ -187,20 +181,6 @@ class RegexShardingRule(LeavesShardingRule):
         findings = self._delegate(leaves, decisions, delegated) if delegated else []
         idle = tuple(self._idle_findings(paths, matchers, set(winners)))
         return Verdict(tuple(decisions), tuple(findings), idle)
-
-    def _matchers_for(self, paths: Sequence[str]) -> tuple[Matcher, ...]:
-        longest = max(map(len, paths))
-        if longest <= self._safe_length:
-            return self._matchers
-        # Only the few patterns that may take long on these paths are compiled again, to be guarded.
-        return tuple(
-            [
-                matcher
-                if longest <= shown.safe_length
-                else guarded(re.compile(pattern), self.match, paths, "RegexShardingRule")
-                for matcher, shown, (pattern, _) in zip(self._matchers, self._outlines, self.rules, strict=True)
-            ]
-        )
 
     def _winners(self, paths: Sequence[str], matchers: Sequence[Matcher]) -> list[int]:
         """The index of the first pattern that matches each path, or the number of patterns."""

@@ -10,7 +10,7 @@ from shardrules.core.errors import PatternError, SpecError
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision
 from shardrules.core.leaves import Leaves, Verdict
-from shardrules.core.rule import LeavesShardingRule
+from shardrules.core.rule import LeavesShardingRule, from_fields
 from shardrules.core.spec import checked_spec, spec_code, spec_key
 
 ShapePattern: TypeAlias = tuple[int | None, ...]
@@ -67,6 +67,7 @@ class ShapeBasedShardingRule(LeavesShardingRule):
     )
     reads_index = "no"
     parts = ()
+    named_axes = from_fields(lambda rule: tuple(spec for _, spec in rule.shape_patterns))
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         """Returns the first match of each of `leaves`, with a finding for each pattern that wins no leaf."""

@@ -10,7 +10,7 @@ from shardrules.core.fields import integer
 from shardrules.core.finding import Finding, shape_text
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
-from shardrules.core.rule import LeavesShardingRule, ShardingRule, as_rule, decide
+from shardrules.core.rule import LeavesShardingRule, ShardingRule, as_rule, decide, from_fields
 from shardrules.core.spec import Entries, axis_names, entries, make_spec
 
 
@@ -38,6 +38,7 @@ class StackedShardingRule(LeavesShardingRule):
     dims: int = attrs.field(default=1, converter=integer("dims", 1))
     axis: Axis | None = attrs.field(default=None, converter=attrs.converters.optional(as_axis))
     tree_budgets = ()  # a limit of the inner rule is for one layer
+    named_axes = from_fields(lambda rule: (rule.axis,))
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         """Returns the inner rule's decisions for one layer of `leaves`, with the stacked dimensions before them."""

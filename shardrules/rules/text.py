@@ -19,8 +19,8 @@ from shardrules.core.rule import ShardingRule
 from shardrules.rules.auto import AutoShardingRule
 from shardrules.rules.dim import DimShardingRule
 from shardrules.rules.fsdp import FSDPShardingRule
-from shardrules.rules.huggingface.rule import HuggingFaceShardingRule
-from shardrules.rules.logical.rule import LogicalShardingRule
+from shardrules.rules.late import HUGGING_FACE
+from shardrules.rules.logical import LogicalShardingRule
 from shardrules.rules.memory import MemoryConstrainedShardingRule
 from shardrules.rules.replicate import ReplicateShardingRule
 
@@ -34,7 +34,7 @@ DEFAULT_OPS: Ops = MappingProxyType(
     {
         "auto": AutoShardingRule,
         "fsdp": FSDPShardingRule,
-        "hf": HuggingFaceShardingRule,
+        "hf": HUGGING_FACE,
         "logical": LogicalShardingRule,
         "memory": MemoryConstrainedShardingRule,
         "replicate": ReplicateShardingRule,

@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.checkpoints import tensor_file
 from shardrules.checkpoints.equinox import load_equinox
 
 RULES = sr.FSDPShardingRule("data", min_size_mb=0)
@@ -45,19 +44,6 @@ class Everything(eqx.Module):
 
 def make(start: float = 0) -> tuple[Everything, eqx.nn.State]:
     return eqx.nn.make_with_state(Everything)(jax.random.key(0), start)
-
-
-@pytest.fixture
-def mesh() -> jax.sharding.Mesh:
-    return sr.create_mesh("data:4,model:2")
-
-
-@pytest.fixture
-def no_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise AssertionError("data was read")
-
-    monkeypatch.setattr(tensor_file._Reader, "_read_exactly", refuse)
 
 
 def bits(tree: Any) -> list[Any]:
@@ -107,11 +93,6 @@ def test_skipping_takes_sound_arrays_only(tmp_path: Path, mesh: jax.sharding.Mes
         (tmp_path / "x.eqx").write_bytes(broken)
         with pytest.raises(sr.errors.CheckpointError, match=message):
             load_equinox(tmp_path / "x.eqx", [jnp.zeros(8)], P(), mesh, surplus="skip")
-
-
-def test_surplus_is_error_or_skip(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
-    with pytest.raises(sr.errors.ConfigError, match="surplus must be 'error' or 'skip', got 'ignore'"):
-        load_equinox(tmp_path / "x.eqx", [], P(), mesh, surplus="ignore")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +194,11 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, mesh: jax.sharding.Mesh,
     eqx.tree_serialise_leaves(tmp_path / "x.eqx", like)
     whole = (tmp_path / "x.eqx").read_bytes()
     second = len(whole) // 2 + 8
-    complaints = {0: "ended: a", second: "ended: b", len(whole) - 1: "truncated: b: .* block 1, float32.* would end at"}
+    complaints = {
+        0: "ended: a",
+        second: "ended: b",
+        len(whole) - 1: "truncated: b: block 1, at byte .*: float32.* would end at",
+    }
     for length in range(len(whole)):
         (tmp_path / "x.eqx").write_bytes(whole[:length])
         with pytest.raises(sr.errors.CheckpointError, match=complaints.get(length, "unreadable: [ab]|truncated: [ab]")):
@@ -257,40 +242,3 @@ def test_other_files_are_errors(
 def test_missing_files_are_errors(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
     with pytest.raises(sr.errors.CheckpointError, match=r"error file: .*gone.eqx: no such file"):
         load_equinox(tmp_path / "gone", jnp.ones(8), P(), mesh)
-
-
-def test_a_plan_that_is_wrong_is_refused_before_anything_is_read(
-    tmp_path: Path, mesh: jax.sharding.Mesh, no_reads: None
-) -> None:
-    eqx.tree_serialise_leaves(tmp_path / "x.eqx", jnp.ones(6))
-    with pytest.raises(sr.errors.PlanError, match=r"\(6,\): .*6.*4"):
-        load_equinox(tmp_path / "x.eqx", jnp.ones(6), P("data"), mesh)
-
-
-# Nothing passes through the first device.
-
-
-@pytest.mark.parametrize("whole_bytes", [0, 2**30])
-def test_no_device_holds_more_than_its_shards(
-    tmp_path: Path, mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
-) -> None:
-    monkeypatch.setattr("shardrules.placement.transfer.WHOLE_BYTES", whole_bytes)
-    tree = [jnp.ones((64, 64)) for _ in range(4)]
-    eqx.tree_serialise_leaves(tmp_path / "x.eqx", tree)
-    before = [*tree, *jax.live_arrays()]
-    largest: list[int] = []
-
-    def look(*_: Any) -> None:
-        new = [array for array in jax.live_arrays() if not any(array is other for other in before)]
-        largest.extend(shard.data.nbytes for array in new for shard in array.addressable_shards)
-
-    plain = tensor_file._Reader._read_exactly
-    monkeypatch.setattr(tensor_file._Reader, "_read_exactly", lambda *args: (look(), plain(*args)))
-    like = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4
-    loaded = load_equinox(tmp_path / "x.eqx", like, P("data", "model"), mesh)
-    look()
-    assert max(largest) == 64 * 64 * 4 // 8
-    del loaded
-    whole = eqx.tree_deserialise_leaves(tmp_path / "x.eqx", like)
-    look()
-    assert max(largest) == 64 * 64 * 4, whole  # what it looks for can be seen

@@ -23,11 +23,6 @@ from tests import zoo
 RULES = sr.RegexShardingRule([(r"up/kernel$", P(None, "model")), (r"down/kernel$", P("model"))])
 
 
-@pytest.fixture
-def mesh() -> Mesh:
-    return sr.create_mesh("data:4,model:2")
-
-
 def optimizer() -> nnx.Optimizer:
     return nnx.Optimizer(zoo.nnx_model(2), optax.adam(1e-3), wrt=nnx.Param)
 

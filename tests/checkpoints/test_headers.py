@@ -69,10 +69,10 @@ BROKEN_FILES: dict[str, tuple[bytes, str]] = {
         text('{"a": {}'),
         r"it is not JSON: Expecting ',' delimiter at character 8, where it ends",
     ),
-    "a header that is a list": (text("[1]"), "its header cannot be read: it holds a list, not a table by name"),
-    "a header that is a string": (text('"a"'), "it holds a string, not a table by name"),
-    "a header that is a number": (text("3"), "it holds a number, not a table by name"),
-    "a header that is null": (text("null"), "it holds null, not a table by name"),
+    "a header that is a list": (text("[1]"), r"its header cannot be read: it holds \[1\], not a table by name"),
+    "a header that is a string": (text('"a"'), "it holds 'a', not a table by name"),
+    "a header that is a number": (text("3"), "it holds 3, not a table by name"),
+    "a header that is null": (text("null"), "it holds None, not a table by name"),
     "a header that is not UTF-8": (text(b'{"\xff": 1}'), "byte 2 of it is not UTF-8 text"),
     "a header in UTF-16": (text('{"a": 1}'.encode("utf-16")), "byte 0 of it is not UTF-8 text"),
     "a header with a mark of its encoding": (text(b"\xef\xbb\xbf{}"), "it is not JSON: Unexpected UTF-8 BOM"),
@@ -88,29 +88,29 @@ BROKEN_FILES: dict[str, tuple[bytes, str]] = {
     "no dtype": (entry(dtype=None), "'b' has no dtype"),
     "no shape": (entry(shape=None), "'b' has no shape"),
     "no offsets": (entry(data_offsets=None), "'b' has no data_offsets"),
-    "a dtype that is a number": (entry(dtype=7), "'b' has the dtype 7, which is not one"),
-    "a dtype that is a list": (entry(dtype=["I32"]), r"'b' has the dtype \['I32'\], which is not one"),
-    "an empty dtype": (entry(dtype=""), "'b' has the dtype '', which is not one"),
-    "a dtype with an escape": (entry(dtype="\x1b[2J"), r"'b' has the dtype '\\x1b\[2J', which is not one"),
-    "a shape that is a number": (entry(shape=6), "'b' has the shape 6, which is not one"),
-    "a shape that is a string": (entry(shape="23"), "'b' has the shape '23', which is not one"),
-    "a shape of floats": (entry(shape=[2.0, 3]), r"'b' has the shape \[2\.0, 3\], which is not one"),
-    "a shape of booleans": (entry(shape=[True, 6]), r"'b' has the shape \[True, 6\], which is not one"),
-    "a negative shape": (entry(shape=[-2, -3]), r"'b' has the shape \[-2, -3\], which is not one"),
-    "a shape of lists": (entry(shape=[[2], 3]), "'b' has the shape .*, which is not one"),
-    "a shape of 100 dimensions": (entry(shape=[1] * 100), "'b' has the shape .*, which is not one"),
-    "a shape beyond 64 bits": (entry(shape=[2**64]), "'b' has the shape .*, which is not one"),
+    "a dtype that is a number": (entry(dtype=7), "'b' has the dtype 7, expected a name"),
+    "a dtype that is a list": (entry(dtype=["I32"]), r"'b' has the dtype \['I32'\], expected a name"),
+    "an empty dtype": (entry(dtype=""), "'b' has the dtype '', expected a name"),
+    "a dtype with an escape": (entry(dtype="\x1b[2J"), r"'b' has the dtype '\\x1b\[2J', expected a name"),
+    "a shape that is a number": (entry(shape=6), "'b' has the shape 6, expected a list of sizes"),
+    "a shape that is a string": (entry(shape="23"), "'b' has the shape '23', expected a list of sizes"),
+    "a shape of floats": (entry(shape=[2.0, 3]), r"'b' has the shape \[2\.0, 3\], expected a list of sizes"),
+    "a shape of booleans": (entry(shape=[True, 6]), r"'b' has the shape \[True, 6\], expected a list of sizes"),
+    "a negative shape": (entry(shape=[-2, -3]), r"'b' has the shape \[-2, -3\], expected a list of sizes"),
+    "a shape of lists": (entry(shape=[[2], 3]), "'b' has the shape .*, expected a list of sizes"),
+    "a shape of 100 dimensions": (entry(shape=[1] * 100), "'b' has the shape .*, expected a list of sizes"),
+    "a shape beyond 64 bits": (entry(shape=[2**64]), "'b' has the shape .*, expected a list of sizes"),
     "a shape whose product is": (entry(shape=[2**62] * 30), "takes .* bytes, not the 24 it has"),
     "another shape": (entry(shape=[2, 4]), r"'b', I32\[2, 4\], takes 32 bytes, not the 24 it has"),
     "another dtype": (entry(dtype="I64"), r"'b', I64\[2, 3\], takes 48 bytes, not the 24 it has"),
-    "one offset": (entry(data_offsets=[16]), "which are not two ascending ones"),
-    "three offsets": (entry(data_offsets=[16, 20, 40]), "which are not two ascending ones"),
-    "offsets that are a string": (entry(data_offsets="ab"), "which are not two ascending ones"),
-    "offsets that are floats": (entry(data_offsets=[16.0, 40.0]), "which are not two ascending ones"),
-    "offsets that are null": (entry(data_offsets=[None, 40]), "which are not two ascending ones"),
-    "negative offsets": (entry(data_offsets=[-8, 16]), "which are not two ascending ones"),
-    "descending offsets": (entry(data_offsets=[40, 16]), "which are not two ascending ones"),
-    "offsets beyond 64 bits": (entry(data_offsets=[2**64, 2**64 + 24]), "which are not two ascending ones"),
+    "one offset": (entry(data_offsets=[16]), "expected two ascending positions"),
+    "three offsets": (entry(data_offsets=[16, 20, 40]), "expected two ascending positions"),
+    "offsets that are a string": (entry(data_offsets="ab"), "expected two ascending positions"),
+    "offsets that are floats": (entry(data_offsets=[16.0, 40.0]), "expected two ascending positions"),
+    "offsets that are null": (entry(data_offsets=[None, 40]), "expected two ascending positions"),
+    "negative offsets": (entry(data_offsets=[-8, 16]), "expected two ascending positions"),
+    "descending offsets": (entry(data_offsets=[40, 16]), "expected two ascending positions"),
+    "offsets beyond 64 bits": (entry(data_offsets=[2**64, 2**64 + 24]), "expected two ascending positions"),
     "overlapping offsets": (
         entry(data_offsets=[12, 36]),
         "'b' begins at byte 12 of the data, before 'a' ends at byte 16",
@@ -170,9 +170,9 @@ def test_a_length_like_another_format_is_read(tmp_path: Path, length: int) -> No
 def test_a_header_wrong_everywhere_gives_few_messages(tmp_path: Path) -> None:
     entries = {f"w{index}": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]} for index in range(1000)}
     (tmp_path / "x.safetensors").write_bytes(text(json.dumps(entries)))
-    problems = read_headers(tmp_path).problems
-    assert len(problems) == 9
-    assert problems[-1].message == "and 1992 more problems of this kind"
+    with pytest.raises(sr.errors.CheckpointError, match=r"and [\d,]+ more") as caught:
+        load_safetensors(tmp_path, LIKE, P(), sr.create_mesh("data:8"))
+    assert len(str(caught.value).splitlines()) < 100
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -204,7 +204,7 @@ def index_of(**files: str) -> str:
 BROKEN_INDICES: dict[str, tuple[str | bytes, str]] = {
     "empty": ("", "it is not JSON: Expecting value at character 0, where it ends"),
     "cut off": (index_of(a="x.safetensors")[:-8], "it is not JSON: Unterminated string"),
-    "a list": ("[]", "it holds a list, not a table by name"),
+    "a list": ("[]", r"it holds \[\], not a table by name"),
     "no map": ("{}", "it has no weight_map, or an empty one"),
     "an empty map": ('{"weight_map": {}}', "it has no weight_map, or an empty one"),
     "a map that is a list": ('{"weight_map": ["a"]}', "it has no weight_map, or an empty one"),
@@ -235,13 +235,16 @@ BROKEN_INDICES: dict[str, tuple[str | bytes, str]] = {
     "nested": ('{"weight_map": ' + "[" * 100_000, "it nests too deeply"),
     "a missing file": (
         index_of(a="y.safetensors"),
-        "y.safetensors: the index .* names this file, and it does not exist",
+        "y.safetensors: the index .* names this file, and it cannot be read: No such file",
     ),
     "a file name too long": (
         index_of(a="y" * 5000 + ".safetensors"),
         "names this file, and it cannot be read: File name too",
     ),
-    "a file name with a zero": (index_of(a="y\0.safetensors"), "names this file, and it does not exist"),
+    "a file name with a zero": (
+        index_of(a="y\0.safetensors"),
+        "names this file, and it cannot be read: .*embedded null",
+    ),
     "a missing tensor": (index_of(c="x.safetensors"), "the index says that it has 'c', and it does not"),
 }
 """Indices by what is wrong with them, with the message. Beside them is a file x.safetensors that is sound."""
@@ -311,12 +314,7 @@ def test_keys_of_a_tensor_may_be_in_any_order(tmp_path: Path) -> None:
         "b": "I32[2, 3]",
         "c": "F4[0]",
     }
-    assert list(contents.tensors) == ["b", "a"]
-    assert len(contents.tensors) == 2
-    assert contents.tensors["b"].offset - contents.tensors["a"].offset == 16
-    assert "c" not in contents.tensors
-    with pytest.raises(KeyError, match="c"):
-        contents.tensors["c"]
+    assert contents.tensor("b").offset - contents.tensor("a").offset == 16
 
 
 def test_a_header_that_looks_like_a_tensor_is_a_table(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which tensor each leaf takes, and what the findings say when none fits."""
+"""The tensor that each leaf takes, and the findings when none fits."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.checkpoints.names import StoredArray, match, refuse
-from shardrules.checkpoints.requested import RequestedLeaf, requested_leaves, with_values
+from shardrules.checkpoints.leaves import RequestedLeaf, refuse, requested_leaves
+from shardrules.checkpoints.names import StoredArray, match, name_function
 from shardrules.placement.destination import resolve_destination
 
 F32 = np.dtype(np.float32)
@@ -31,7 +31,8 @@ def stored_f32(**tensors: Any) -> dict[str, StoredArray]:
 def matched(
     like: Any, tensors: dict[str, StoredArray], names: Any = None, surplus: str = "error", cast: bool = False
 ) -> Any:
-    return match(requested(like), tensors, names, lambda path: path.replace("/", "."), surplus=surplus, cast=cast)
+    name_of = name_function(names, lambda path: path.replace("/", "."), "load")
+    return match(requested(like), tensors, names, name_of, surplus=surplus, cast=cast)
 
 
 def test_each_leaf_takes_the_tensor_of_its_name() -> None:
@@ -148,36 +149,9 @@ def test_surplus_is_refused_unless_it_is_skipped() -> None:
     tensors = stored_f32(a=[4], b=[2])
     assert [finding.code for finding in matched({"a": array(4)}, tensors)[1]] == ["surplus"]
     assert matched({"a": array(4)}, tensors, surplus="skip") == (["a"], [])
-    with pytest.raises(sr.errors.ConfigError, match="surplus must be 'error' or 'skip', got 'ignore'"):
-        matched({"a": array(4)}, tensors, surplus="ignore")
 
 
 def test_many_missing_tensors_are_listed_quickly() -> None:
     like = {f"name{chr(97 + i % 26)}{chr(97 + i // 26)}": array(4) for i in range(300)}
     _, wrong = matched(like, {f"other{i}": StoredArray((1,), F32, "F32") for i in range(3000)}, surplus="skip")
     assert len(wrong) == 300  # looking for a near name for each would take a minute
-
-
-@pytest.mark.parametrize("count", [None, 8])
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_keys_are_made_of_their_numbers(count: int | None, impl: str) -> None:
-    def make() -> jax.Array:
-        key = jax.random.key(3, impl=impl)
-        return key if count is None else jax.random.split(key, count)
-
-    keys, like = make(), {"key": jax.eval_shape(make)}
-    numbers = np.asarray(jax.random.key_data(keys))
-    destination = resolve_destination(like, P("data") if keys.ndim else P(), sr.create_mesh("data:8"))
-    [leaf] = requested_leaves(like, destination, "load")
-    assert (leaf.shape, leaf.dtype) == (numbers.shape, np.uint32)
-    placed = with_values(destination, [leaf], [numbers])["key"]
-    assert placed.dtype == keys.dtype
-    assert placed.sharding == destination.shardings[0]
-    np.testing.assert_array_equal(jax.random.key_data(placed), numbers)
-
-
-def test_keys_of_another_kind_are_an_error() -> None:
-    like = {"key": jax.eval_shape(lambda: jax.random.key(0, impl="unsafe_rbg"))}
-    destination = resolve_destination(like, P(), sr.create_mesh("data:8"))
-    with pytest.raises(sr.errors.CheckpointError, match=r"key holds key<rbg>, expected key<urbg>"):
-        with_values(destination, requested_leaves(like, destination, "load"), [jax.random.key(0, impl="rbg")])

@@ -60,19 +60,6 @@ def make_nested() -> dict[str, Any]:
 MAKE = {"model": lambda: eqx.filter(make_model(), eqx.is_array), "state": make_state, "nested": make_nested}
 
 
-@pytest.fixture
-def saving_mesh() -> Mesh:
-    return sr.create_mesh("data:4,model:2")
-
-
-@pytest.fixture
-def no_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("data was read")
-
-    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", refuse)
-
-
 def save(path: Path, tree: Any, how: str = "standard") -> Path:
     """Saves a tree in one of three ways, and returns the folder that it is in."""
     if how == "standard":
@@ -112,39 +99,37 @@ def assert_placed(loaded: Any, expected: Any) -> None:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", list(MAKE))
 @pytest.mark.parametrize("how", ["standard", "pytree", "manager"])
-def test_a_tree_comes_back_on_another_mesh(tmp_path: Path, saving_mesh: Mesh, kind: str, how: str) -> None:
+def test_a_tree_comes_back_on_another_mesh(tmp_path: Path, mesh: Mesh, kind: str, how: str) -> None:
     original = MAKE[kind]()
-    folder = save(tmp_path / "saved", sr.filter_shard(original, RULES, saving_mesh), how)
+    folder = save(tmp_path / "saved", sr.filter_shard(original, RULES, mesh), how)
     like = eqx.filter_eval_shape(MAKE[kind])
     half = sr.create_mesh("data:2,model:2", devices=jax.devices()[:4])
-    for rules, mesh in ((RULES, half), (OTHER, saving_mesh), (RULES, sr.create_mesh("model:8,data:1"))):
-        loaded = load_orbax(folder, like, rules.plan(like, mesh))
+    for rules, other in ((RULES, half), (OTHER, mesh), (RULES, sr.create_mesh("model:8,data:1"))):
+        loaded = load_orbax(folder, like, rules.plan(like, other))
         assert jax.tree.structure(loaded) == jax.tree.structure(like)
         assert bits(loaded) == bits(original)
-        assert_placed(loaded, sr.filter_shard(original, rules, mesh))
+        assert_placed(loaded, sr.filter_shard(original, rules, other))
 
 
-def test_a_whole_module_takes_what_its_arrays_were_saved_as(tmp_path: Path, saving_mesh: Mesh) -> None:
+def test_a_whole_module_takes_what_its_arrays_were_saved_as(tmp_path: Path, mesh: Mesh) -> None:
     model = make_model()
     save(tmp_path / "saved", eqx.filter(model, eqx.is_array))
-    loaded = load_orbax(tmp_path / "saved", eqx.filter_eval_shape(make_model), RULES, saving_mesh)
+    loaded = load_orbax(tmp_path / "saved", eqx.filter_eval_shape(make_model), RULES, mesh)
     assert bits(eqx.filter(loaded, eqx.is_array)) == bits(eqx.filter(model, eqx.is_array))
     assert loaded.activation is model.activation
 
 
-def test_only_a_part_is_asked_for(tmp_path: Path, saving_mesh: Mesh) -> None:
+def test_only_a_part_is_asked_for(tmp_path: Path, mesh: Mesh) -> None:
     state = make_state()
     save(tmp_path / "saved", state)
     like = eqx.filter_eval_shape(make_model)
-    loaded = load_orbax(
-        tmp_path / "saved", like, RULES, saving_mesh, names=lambda path: f"model/{path}", surplus="skip"
-    )
+    loaded = load_orbax(tmp_path / "saved", like, RULES, mesh, names=lambda path: f"model/{path}", surplus="skip")
     assert bits(eqx.filter(loaded, eqx.is_array)) == bits(state.model)
     with pytest.raises(sr.errors.CheckpointError, match=r"error surplus: opt_state/0/mu/layers/\*/bias x2"):
-        load_orbax(tmp_path / "saved", like, RULES, saving_mesh, names=lambda path: f"model/{path}")
+        load_orbax(tmp_path / "saved", like, RULES, mesh, names=lambda path: f"model/{path}")
 
 
-def test_only_requested_arrays_are_read(tmp_path: Path, saving_mesh: Mesh) -> None:
+def test_only_requested_arrays_are_read(tmp_path: Path, mesh: Mesh) -> None:
     w = jnp.arange(2.0**20)
     save(tmp_path / "saved", {"w": w, "v": w + 1})
     restored: list[Any] = []
@@ -156,12 +141,12 @@ def test_only_requested_arrays_are_read(tmp_path: Path, saving_mesh: Mesh) -> No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ocp.PyTreeCheckpointHandler, "restore", look)
-        loaded = load_orbax(tmp_path / "saved", {"v": w}, P("data"), saving_mesh, surplus="skip")
+        loaded = load_orbax(tmp_path / "saved", {"v": w}, P("data"), mesh, surplus="skip")
     assert restored == [[True, False]]
     assert bits(loaded) == bits({"v": w + 1})
 
 
-def test_names_ties_casts_and_missing_arrays(tmp_path: Path, saving_mesh: Mesh) -> None:
+def test_names_ties_casts_and_missing_arrays(tmp_path: Path, mesh: Mesh) -> None:
     w = jnp.linspace(-1, 1, 128).reshape(16, 8)
     save(tmp_path / "saved", {"model": {"w": w}, "step": jnp.array(7), "text": "text"}, "pytree")
     like = {
@@ -173,7 +158,7 @@ def test_names_ties_casts_and_missing_arrays(tmp_path: Path, saving_mesh: Mesh) 
         "rate": 0.5,
     }
     names = {"w": "model/w", "tied": "model/w", "new": None}
-    loaded = load_orbax(tmp_path / "saved", like, P("data"), saving_mesh, names=names, cast=True)
+    loaded = load_orbax(tmp_path / "saved", like, P("data"), mesh, names=names, cast=True)
     expected = {**like, "w": w.astype(jnp.bfloat16), "tied": w, "step": 7, "text": "text"}
     assert bits(loaded) == bits(expected)
     assert loaded["new"].sharding.spec == P("data")
@@ -181,11 +166,11 @@ def test_names_ties_casts_and_missing_arrays(tmp_path: Path, saving_mesh: Mesh) 
 
 @pytest.mark.parametrize("saved_as", ["keys", "numbers"])
 @pytest.mark.parametrize("wanted_as", ["keys", "numbers"])
-def test_keys(tmp_path: Path, saving_mesh: Mesh, saved_as: str, wanted_as: str) -> None:
+def test_keys(tmp_path: Path, mesh: Mesh, saved_as: str, wanted_as: str) -> None:
     keys = jax.random.split(jax.random.key(3), 8)
     forms = {"keys": keys, "numbers": jax.random.key_data(keys)}
     save(tmp_path / "saved", {"k": forms[saved_as]})
-    loaded = load_orbax(tmp_path / "saved", {"k": forms[wanted_as]}, P("data"), saving_mesh)["k"]
+    loaded = load_orbax(tmp_path / "saved", {"k": forms[wanted_as]}, P("data"), mesh)["k"]
     assert bits(loaded) == bits(keys)
     assert loaded.dtype == forms[wanted_as].dtype
     assert loaded.sharding.spec == P("data")
@@ -194,7 +179,7 @@ def test_keys(tmp_path: Path, saving_mesh: Mesh, saved_as: str, wanted_as: str) 
 # What is wrong.
 
 
-def test_all_problems_are_listed_before_anything_is_read(tmp_path: Path, saving_mesh: Mesh, no_reads: None) -> None:
+def test_all_problems_are_listed_before_anything_is_read(tmp_path: Path, mesh: Mesh, no_reads: None) -> None:
     save(tmp_path / "saved", make_nested())
     like = make_nested()
     like["blocks"] = [{"w": jax.ShapeDtypeStruct((8, 8), jnp.float32), "v": jnp.ones(2)} for _ in range(3)]
@@ -202,7 +187,7 @@ def test_all_problems_are_listed_before_anything_is_read(tmp_path: Path, saving_
     like["step"] = 0.0
     del like["pair"]
     with pytest.raises(sr.errors.CheckpointError, match="saved cannot be loaded, and nothing was:") as caught:
-        load_orbax(tmp_path / "saved", like, P(), saving_mesh)
+        load_orbax(tmp_path / "saved", like, P(), mesh)
     assert [line.strip() for line in str(caught.value).splitlines()[1:] if "->" not in line] == [
         "error missing: blocks/*/v (2,) x3: the checkpoint has no 'blocks/0/v' (did you mean 'blocks/0/w'?)",
         "error shape: blocks/*/w (8, 8) x3: 'blocks/0/w' has shape (8, 16)",
@@ -213,7 +198,7 @@ def test_all_problems_are_listed_before_anything_is_read(tmp_path: Path, saving_
     ]
 
 
-def test_folders_without_a_checkpoint_are_errors(tmp_path: Path, saving_mesh: Mesh) -> None:
+def test_folders_without_a_checkpoint_are_errors(tmp_path: Path, mesh: Mesh) -> None:
     like = {"w": jnp.ones(8)}
     save(tmp_path / "run", like, "manager")
     save(tmp_path / "broken", like)
@@ -228,24 +213,16 @@ def test_folders_without_a_checkpoint_are_errors(tmp_path: Path, saving_mesh: Me
     }
     for folder, complaint in complaints.items():
         with pytest.raises(sr.errors.CheckpointError, match=complaint):
-            load_orbax(tmp_path / folder, like, P(), saving_mesh)
+            load_orbax(tmp_path / folder, like, P(), mesh)
 
 
-def test_data_that_is_gone_is_an_error(tmp_path: Path, saving_mesh: Mesh) -> None:
+def test_data_that_is_gone_is_an_error(tmp_path: Path, mesh: Mesh) -> None:
     like = {"w": jax.random.normal(jax.random.key(0), (2**18,))}
     save(tmp_path / "saved", like)
     largest = max((tmp_path / "saved").rglob("d/*"), key=lambda file: file.stat().st_size)
     largest.write_bytes(largest.read_bytes()[: 2**16])
     with pytest.raises(sr.errors.CheckpointError, match="saved: orbax cannot read it: "):
-        load_orbax(tmp_path / "saved", like, P(), saving_mesh)
-
-
-def test_a_plan_that_is_wrong_is_refused_before_anything_is_read(
-    tmp_path: Path, saving_mesh: Mesh, no_reads: None
-) -> None:
-    save(tmp_path / "saved", {"w": jnp.ones(6)})
-    with pytest.raises(sr.errors.PlanError, match=r"w \(6,\): .*6.*4"):
-        load_orbax(tmp_path / "saved", {"w": jnp.ones(6)}, P("data"), saving_mesh)
+        load_orbax(tmp_path / "saved", like, P(), mesh)
 
 
 def test_without_orbax_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,17 +231,8 @@ def test_without_orbax_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
         load_orbax("anywhere", {}, P())
 
 
-def test_a_path_need_not_be_absolute(tmp_path: Path, saving_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_need_not_be_absolute(tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "saved", {"w": jnp.ones(8)})
     monkeypatch.chdir(tmp_path)
-    assert load_orbax("saved", {"w": jnp.ones(8)}, P("data"), saving_mesh)["w"].sum() == 8
-    assert load_orbax(os.path.abspath("saved"), {"w": jnp.ones(8)}, P(), saving_mesh)["w"].sum() == 8
-
-
-def test_no_device_holds_more_than_its_shards(tmp_path: Path, saving_mesh: Mesh) -> None:
-    tree = {"w": jnp.ones((64, 64))}
-    save(tmp_path / "saved", tree)
-    before = [*tree.values(), *jax.live_arrays()]
-    loaded = load_orbax(tmp_path / "saved", tree, P("data", "model"), saving_mesh)
-    new = [array for array in jax.live_arrays() if not any(array is other for other in before)]
-    assert max(shard.data.nbytes for array in new for shard in array.addressable_shards) == 64 * 64 * 4 // 8, loaded
+    assert load_orbax("saved", {"w": jnp.ones(8)}, P("data"), mesh)["w"].sum() == 8
+    assert load_orbax(os.path.abspath("saved"), {"w": jnp.ones(8)}, P(), mesh)["w"].sum() == 8

@@ -18,7 +18,6 @@ import safetensors.numpy
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.checkpoints import tensor_file
 from shardrules.checkpoints.safetensors import load_safetensors
 from tests.house.source import REPOSITORY
 from tests.mesh.cluster import run_processes
@@ -58,19 +57,6 @@ def write(
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
     return path
-
-
-@pytest.fixture
-def mesh() -> jax.sharding.Mesh:
-    return sr.create_mesh("data:4,model:2")
-
-
-@pytest.fixture
-def no_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise AssertionError("data was read")
-
-    monkeypatch.setattr(tensor_file._Reader, "_read_exactly", refuse)
 
 
 def test_a_model_is_loaded(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
@@ -138,7 +124,8 @@ def test_names_are_a_table_or_a_function(tmp_path: Path, mesh: jax.sharding.Mesh
     safetensors.numpy.save_file({"w": np.ones(8, np.float32)}, tmp_path / "x.safetensors")
     names: Any = ["w"]
     with pytest.raises(
-        sr.errors.ConfigTypeError, match=r"names must be a table from paths to tensors, or a function.*\['w'\]"
+        sr.errors.ConfigTypeError,
+        match=r"names must be a table or a function from paths to names of tensors, got \['w'\]",
     ):
         load_safetensors(tmp_path / "x.safetensors", {"w": np.ones(8, np.float32)}, P(), mesh, names=names)
 
@@ -268,7 +255,10 @@ def test_a_wrong_index_is_listed_with_other_problems(tmp_path: Path, mesh: jax.s
         load_safetensors(index, like, P(), mesh)
     lines = [line.strip() for line in str(caught.value).replace(f"{tmp_path}/", "").splitlines()[1:]]
     assert lines == [
-        "error file: gone.safetensors: the index model.safetensors.index.json names this file, and it does not exist",
+        (
+            "error file: gone.safetensors: the index model.safetensors.index.json names this file, and it cannot be "
+            "read: No such file or directory"
+        ),
         "-> download it, or write the index again",
         (
             "error file: a.safetensors: the index says that it has 'layers.1.weights', and it does not "
@@ -300,7 +290,7 @@ def test_unreadable_folders_are_errors(
         (tmp_path / name).write_text(text)
     with pytest.raises(sr.errors.CheckpointError, match=complaint):
         load_safetensors(tmp_path, {"w": jnp.ones(2)}, P(), mesh)
-    with pytest.raises(sr.errors.CheckpointError, match="nothing: no such file or folder"):
+    with pytest.raises(sr.errors.CheckpointError, match="nothing: cannot be read: No such file"):
         load_safetensors(tmp_path / "nothing", {"w": jnp.ones(2)}, P(), mesh)
 
 
@@ -322,14 +312,6 @@ def test_a_file_cut_anywhere_is_refused_before_anything_is_read(
         (tmp_path / "x.safetensors").write_bytes(whole[:length])
         with pytest.raises(sr.errors.CheckpointError, match=r"its header alone would end at|it ends at byte"):
             load_safetensors(tmp_path / "x.safetensors", LIKE, P(), mesh)
-
-
-def test_a_plan_that_is_wrong_is_refused_before_anything_is_read(
-    tmp_path: Path, mesh: jax.sharding.Mesh, no_reads: None
-) -> None:
-    path = write(tmp_path / "x.safetensors", TWO)
-    with pytest.raises(sr.errors.PlanError, match=r"b \(2, 3\): .*2.*4"):
-        load_safetensors(path, LIKE, P("data"), mesh)
 
 
 # What is held, where, and how much.
@@ -362,31 +344,6 @@ def test_each_process_reads_what_its_devices_hold(tmp_path: Path, whole_bytes: i
     ended = run_processes(code, processes=2, devices=4)
     assert [process.code for process in ended] == [0, 0], ended
     assert [int(process.out) for process in ended] == [64 * 1024 * 4 // 2 + 64] * 2
-
-
-@pytest.mark.parametrize("whole_bytes", [0, 2**30])
-def test_no_device_holds_more_than_its_shards(
-    tmp_path: Path, mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
-) -> None:
-    """Looks at all that lives on any device whenever something is read."""
-    monkeypatch.setattr("shardrules.placement.transfer.WHOLE_BYTES", whole_bytes)
-    arrays = {f"w{i}": np.ones((64, 64), np.float32) for i in range(4)}
-    safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors")
-    like = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
-    before = jax.live_arrays()
-    largest: list[int] = []
-    plain = tensor_file._Reader._read_exactly
-
-    def look(file: Any, offset: int, into: np.ndarray) -> None:
-        new = [array for array in jax.live_arrays() if not any(array is other for other in before)]
-        largest.extend(shard.data.nbytes for array in new for shard in array.addressable_shards)
-        plain(file, offset, into)
-
-    monkeypatch.setattr(tensor_file._Reader, "_read_exactly", look)
-    load_safetensors(tmp_path, like, P("data", "model"), mesh)
-    assert max(largest) == 64 * 64 * 4 // 8
-    load_safetensors(tmp_path, like, jax.devices()[0])
-    assert max(largest) == 64 * 64 * 4  # what it looks for can be seen
 
 
 def peak_over_start(code: str, folder: Path) -> tuple[int, int]:

@@ -13,15 +13,19 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.checkpoints import boxes, tensor_file
-from shardrules.checkpoints.tensor_file import FileTensor, file_source, local_path
+from shardrules.checkpoints.checksums import TensorSums, block_sums
+from shardrules.checkpoints.leaves import local_path
+from shardrules.checkpoints.tensor_file import FileTensor, file_source
 from shardrules.core.errors import CheckpointError
 
 HEAD = b"something before"
 
 
-def written(path: Path, array: np.ndarray, fortran: bool = False) -> FileTensor:
-    path.write_bytes(HEAD + array.tobytes(order="F" if fortran else "C") + b"something after")
-    return FileTensor(path, len(HEAD), array.shape, array.dtype, fortran)
+def written(path: Path, array: np.ndarray, fortran: bool = False, block: int = 0) -> FileTensor:
+    data = array.tobytes(order="F" if fortran else "C")
+    path.write_bytes(HEAD + data + b"something after")
+    sums = TensorSums(block, block_sums(np.frombuffer(data, np.uint8), block)) if block else None
+    return FileTensor(path, len(HEAD), array.shape, array.dtype, fortran, "x", sums)
 
 
 def read(tensor: FileTensor, cuts: tuple[slice, ...]) -> np.ndarray:
@@ -45,6 +49,7 @@ def parts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[slice, ...]]:
     short=st.sampled_from([1, 8, 32, 4096]),
     wide=st.sampled_from([4, 64, 65536]),
     block=st.sampled_from([1, 16, 64, 2**20]),
+    sums=st.sampled_from([0, 8, 24, 64]),
 )
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_a_part_is_what_numpy_cuts(
@@ -55,6 +60,7 @@ def test_a_part_is_what_numpy_cuts(
     short: int,
     wide: int,
     block: int,
+    sums: int,
 ) -> None:
     monkeypatch.setattr(tensor_file, "_SHORT_BYTES", short)
     monkeypatch.setattr(tensor_file, "_WIDE_BYTES", wide)
@@ -62,9 +68,17 @@ def test_a_part_is_what_numpy_cuts(
     monkeypatch.setattr(boxes, "BLOCK_BYTES", block)
     shape, cuts = box
     array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
-    part = read(written(tmp_path / "x", array, fortran), cuts)
+    tensor = written(tmp_path / "x", array, fortran, sums)
+    part = read(tensor, cuts)
     assert part.shape == array[cuts].shape
     np.testing.assert_array_equal(part, array[cuts])
+    if sums and part.size:  # a bit of the last number that it has
+        data = bytearray((tmp_path / "x").read_bytes())
+        flat = array.ravel(order="F" if fortran else "C")
+        data[len(HEAD) + 4 * int(np.flatnonzero(flat == part.flat[-1])[0])] ^= 1
+        (tmp_path / "x").write_bytes(data)
+        with pytest.raises(CheckpointError, match="x is damaged: x differs from its checksums"):
+            read(tensor, cuts)
 
 
 @pytest.fixture

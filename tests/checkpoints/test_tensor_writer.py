@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.checkpoints import boxes, tensor_writer
 from shardrules.checkpoints.checksums import UNKNOWN, block_sums
-from shardrules.checkpoints.saved import saved_leaves
+from shardrules.checkpoints.leaves import saved_leaves
 from shardrules.checkpoints.tensor_writer import local_parts, write_tensor
 
 BLOCK = 64  # smaller than in files

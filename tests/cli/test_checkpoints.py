@@ -10,8 +10,8 @@ import shardrules as sr
 from shardrules.cli.errors import UsageError
 from shardrules.cli.models import load_model
 from shardrules.core.check import LARGE_BYTES
-from shardrules.rules.huggingface.rule import with_head_dim
-from shardrules.rules.huggingface.shapes import checkpoint_shapes
+from shardrules.presets.huggingface.rule import with_head_dim
+from shardrules.presets.huggingface.shapes import checkpoint_shapes
 from tests.cli.command import NO_BACKEND, shardrules
 from tests.presets.huggingface.checkpoints import CHECKPOINTS, Checkpoint
 
@@ -131,7 +131,7 @@ def test_a_file_that_is_missing_beside_others_is_reported(tmp_path: Path) -> Non
     write_headers(tmp_path, CHECKPOINTS["llama 2 7b"])
     (tmp_path / "model-00002.safetensors").unlink()
     with pytest.raises(
-        UsageError, match=r"model-00002\.safetensors: the index .* names this file, and it does not exist"
+        UsageError, match=r"model-00002\.safetensors: the index .* names this file, and it cannot be read: No such file"
     ):
         load_model(str(index))
 

@@ -1,33 +1,24 @@
-"""Patterns that backtrack are errors soon, patterns that only look like it are matched, and names are never wrong."""
+"""Patterns that backtrack are refused, patterns that only look like it are not, and names are never wrong."""
 
 import random
 import re
-import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.patterns import MOST_STEPS, guarded, outline
+from shardrules.core.patterns import MOST_REPEATS, backtracks, compile_pattern, names
 from shardrules.presets import big_vision, eformer
-
-LONG = "layers/" + "a" * 40 + "!"
-"""A path on which `(a+)+$` takes a day."""
 
 TREE = {"layers": {"a" * 40 + "!": np.ones((8, 8), np.float32)}, "w": np.ones(8, np.float32)}
 
 
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
 @pytest.mark.parametrize(
-    ("pattern", "names"),
+    ("pattern", "expected"),
     [
         ("layers/0/mlp", ("layers/0/mlp",)),
         (r"layers/\d+/mlp", ("layers/", "/mlp")),
@@ -43,14 +34,15 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
         ("(?i)norm", ()),
         ("(?s)norm.x", ("norm", "x")),
         ("(?x)a b", ()),
-        (r"a\x41b", ()),
-        (r"(a)\1b", ()),
+        (r"a\x41b", ("a", "b")),
+        (r"(a)\1b", ("b",)),
         ("", ()),
         ("a{b}#c", ("a{b}#c",)),
+        ("a(?#b)c", ()),
     ],
 )
-def test_names_are_what_each_match_contains(pattern: str, names: tuple[str, ...]) -> None:
-    assert outline(pattern).names == names
+def test_names_are_what_each_match_contains(pattern: str, expected: tuple[str, ...]) -> None:
+    assert names(pattern) == expected
 
 
 ATOMS = [*"ab/0", "[ab]", "[^/]", r"\d", r"\w", ".", r"\.", "(a|b)", "(?:ab)", "(a/)", "(?:a|0/)", "(?=a)", "(?!b)"]
@@ -72,131 +64,62 @@ def test_a_match_contains_all_names_of_its_pattern() -> None:
             path = "".join(random_state.choices("ab/0.A", k=random_state.randrange(8)))
             if re.search(pattern, path):
                 matches += 1
-                assert all(name in path for name in outline(pattern).names), (pattern, path)
+                assert all(name in path for name in names(pattern)), (pattern, path)
     assert matches > 3000
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        *(
-            ".*",
-            r"layers/\d+/(attn|mlp)/(q|k|v|o)_proj/(kernel|bias)",
-            "norm|bias|scale|embed",
-            r"(.*/)?w",
-            "[^/]+/norm",
-        ),
-        *(r"(?:gate|up)_proj", "(?i)norm", r"^model\.layers\.\d+\.mlp$", "(?:ab)*c", "layers/.*/mlp/.*", "a{2,5}b"),
-    ],
-)
-def test_usual_patterns_are_matched_here(pattern: str) -> None:
-    assert outline(pattern).safe_length >= 300
-    compiled = re.compile(pattern)
-    assert guarded(compiled, "search", ["w" * 300], "me") == compiled.search
-
-
-def test_a_bound_counts_the_ways_of_repetitions_in_a_row() -> None:
-    lengths = [outline(".*a" * count).safe_length for count in range(1, 7)]
-    assert lengths == sorted(lengths, reverse=True)
-    assert outline("a?" * 19).safe_length > 0 >= outline("a?" * 24).safe_length
-    assert 2**23 < MOST_STEPS < 2**24
-
-
 HARMLESS = [
-    r"(\w+/)*w$",
-    r"(?:layers/|blocks/)+",
-    r"((a|b)c)*w",
-    r"(a+)+",
-    ".*a.*b.*c.*d.*e.*f",
-    r"(\d+|\w)*w",
-    r"(.)\1",
+    *(".*", r"layers/\d+/(attn|mlp)/(q|k|v|o)_proj/(kernel|bias)", "norm|bias|scale|embed", r"(.*/)?w", "[^/]+/norm"),
+    *(r"(?:gate|up)_proj", "(?i)norm", r"^model\.layers\.\d+\.mlp$", "(?:ab)*c", "layers/.*/mlp/.*", "a{2,5}b"),
+    *(r"(\w+/)*w$", "(?:[^/]+/)*w", r"(/\w+)*$", r"(\d{1,3}\.)*w", "([A-Z][a-z]+)+", "(?:layers/|blocks/)+"),
+    *("(attn/|attention/)+", r"((a|b)c)*w", r"(\w+/){3}", r"(\w+\w+){2}", r"(\d+|\w)w", "(é+/)+", "(a?)?w"),
+    *(".*a.*b.*c.*d.*e.*f", r".*\d+.*[a-z]+.*\w+", r"layers_?\d+/?s?.*", r"(.)\1", r"(?P<x>a)(?P=x)*"),
+    *("(?>a+)+$", "(a++)+$", "(?=a+)*w", r"(?:\w+\b/)+", "(?x)(a +/)+"),
 ]
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("match", ["search", "match", "fullmatch"])
-@pytest.mark.parametrize("pattern", HARMLESS)
-def test_patterns_that_only_look_bad_are_matched(pattern: str, match: str) -> None:
-    paths = ["layers/0/w", "w", "", "aa", "blocks/layers/w", "acbcw", "é/w", "a" * 50]
-    matches = guarded(re.compile(pattern), match, paths, "me")
-    assert matches != getattr(re.compile(pattern), match)
-    expected = [bool(getattr(re.compile(pattern), match)(path)) for path in paths]
-    assert [bool(matches(path)) for path in paths] == expected
-    assert bool(matches("another/w")) == bool(getattr(re.compile(pattern), match)("another/w"))
-
 
 ENDLESS = [
-    *(
-        "(a+)+$",
-        "(a*)*$",
-        "(a|a)*$",
-        "(a|aa)+$",
-        "([a-z]+)*$",
-        "(?:a+){2,}$",
-        "((a+)b?)+$",
-        r"(\w+\w+)+$",
-        "(?i)(A+)+$",
-    ),
-    *("(a?){40}a{40}$", "a?" * 40 + "b", r"^(([a-z])+.)+[A-Z]([a-z])+$"),
+    *("(a+)+$", "(a*)*$", "(a|a)*$", "(a|aa)+$", "([a-z]+)*$", "(?:a+){2,}$", "((a+)b?)+$", r"(\w+\w+)+$"),
+    *("(?i)(A+)+$", "(?i:(A|a)+)+$", "(a?){40}a{40}$", "a?" * 40 + "b", r"^(([a-z])+.)+[A-Z]([a-z])+$", "(é|ée?)*$"),
+    *(r"(a\w*)+$", r"(a+|\w)+$", "(?=(a+)+!!)", r"(\x61|a)*$", r"(.)(\1?a)*$", "(a|aa){20}$", "(a+)+"),
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.parametrize("pattern", HARMLESS)
+def test_patterns_that_only_look_bad_are_matched(pattern: str) -> None:
+    compiled = compile_pattern(pattern, "me")
+    start = time.process_time()
+    for path in ["a" * 60 + "!", "a/" * 30 + "!", "layers/0/attn/q_proj/kernel!", "0" * 30 + "."]:
+        assert isinstance(compiled.search(path), re.Match | None)
+    assert time.process_time() - start < 1
+
+
 @pytest.mark.parametrize("pattern", ENDLESS)
 def test_patterns_that_backtrack_are_errors(pattern: str) -> None:
-    matches = guarded(re.compile(pattern), "search", ["w", LONG], "owner")
-    assert matches("w") in (True, False)
-    with pytest.raises(
-        sr.errors.PatternError, match=r"(?s)owner: pattern .* backtracks .* Write one repetition"
-    ) as caught:
-        matches(LONG)
-    assert repr(pattern) in str(caught.value)
-    assert repr(LONG) in str(caught.value)
+    with pytest.raises(sr.errors.PatternError, match=r"may backtrack for years.* Write one repetition") as caught:
+        compile_pattern(pattern, "owner")
+    assert f"owner: pattern {pattern!r}" in str(caught.value)
+
+
+def test_many_repetitions_in_a_row_are_errors() -> None:
+    """With names between them, each ends in few places."""
+    assert [backtracks(re.compile(r"\w+" * count + "x")) for count in (MOST_REPEATS + 1, MOST_REPEATS + 2)] == [
+        False,
+        True,
+    ]
+    assert not backtracks(re.compile(r".*x" * 20))
 
 
 CALLS: dict[str, Callable[[], Any]] = {
-    "rule": lambda: sr.RegexShardingRule([("w", P()), ("(a+)+$", P("data"))]).plan(TREE, sr.mesh_shape("data:4")),
-    "apply": lambda: sr.RegexShardingRule([("(a+)+$", P())]).apply(TREE),
-    "match": lambda: sr.RegexShardingRule([(".*/(a+)+$", P())], match="fullmatch").apply(TREE),
-    "many": lambda: sr.RegexShardingRule([*((f"x{i}/", P()) for i in range(99)), ("(a+)+$", P())]).apply(TREE),
+    "rule": lambda: sr.RegexShardingRule([("w", P()), ("(a+)+$", P("data"))]),
+    "many": lambda: sr.RegexShardingRule([*((f"x{i}/", P()) for i in range(99)), ("(a+)+$", P())]),
     "explain": lambda: sr.ReplicateShardingRule().plan(TREE).explain("(a+)+$"),
     "eformer": lambda: eformer.match_partition_rules([("(a+)+$", P()), (".*", P())], TREE),
-    "eformer text": lambda: eformer.create_pattern_based_partition_spec("(a+)+$->data")(LONG, None),
+    "eformer text": lambda: eformer.create_pattern_based_partition_spec("(a+)+$->data"),
     "big_vision": lambda: big_vision.make_mask_trees(TREE, [".*/(a+)+$", ".*"]),
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CALLS)
-def test_wherever_patterns_meet_paths_they_are_guarded(name: str) -> None:
-    with pytest.raises(sr.errors.PatternError, match="backtracks for more than"):
+def test_wherever_patterns_are_compiled_they_are_checked(name: str) -> None:
+    with pytest.raises(sr.errors.PatternError, match="backtrack for years"):
         CALLS[name]()
-
-
-def test_threads_are_guarded_too() -> None:
-    errors: list[str] = []
-
-    def run() -> None:
-        try:
-            CALLS["apply"]()
-        except sr.errors.PatternError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert len(errors) == 1
-
-
-def test_a_pattern_is_not_asked_about_leaves_that_others_took() -> None:
-    # The last pattern is a default, and nothing reaches it.
-    rule = sr.RegexShardingRule([("layers", P("data")), ("w", P()), (".*|(a+)+$", P())])
-    assert rule.plan(TREE, sr.mesh_shape("data:4")).specs["w"] == P()
-
-
-def test_a_later_path_is_asked_about_after_one_that_takes_too_long() -> None:
-    matches = guarded(re.compile("(a+)+$"), "search", [LONG, "b", "aa"], "me")
-    assert (matches("b"), matches("aa")) == (False, True)
-    with pytest.raises(sr.errors.PatternError, match="backtracks"):
-        matches(LONG)
-    assert matches("aaa")

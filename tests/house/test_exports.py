@@ -26,7 +26,7 @@ from tests.house.source import (
 
 API_PAGES = REPOSITORY / "docs" / "api"
 
-TYPING = ("TYPE_CHECKING", "Any")
+TYPING = ("Any",)
 """What the package's root imports for its own annotations."""
 
 ROOMS: dict[str, ModuleType] = {
@@ -178,6 +178,22 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_each_name_has_one_home() -> None:
     assert exported_twice(ROOMS) == []
+
+
+def stubs(text: str) -> dict[str, str]:
+    """The module of each name that the text of a stub exports again, `from module import name as name`."""
+    imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname == alias.name}
+
+
+def test_type_checkers_know_every_export() -> None:
+    modules: dict[str, str] = vars(shardrules)["_MODULES"]
+    stub = (REPOSITORY / "shardrules" / "__init__.pyi").read_text()
+    assert stubs(stub) == {name: "shardrules" + (module and f".{module}") for name, module in modules.items()}
+
+
+def test_a_name_that_a_stub_does_not_export_is_reported() -> None:
+    assert stubs("from a import b as b\nfrom a import c\nfrom a import d as e") == {"b": "a"}
 
 
 def test_the_root_exports_at_most_80_names() -> None:

@@ -1,7 +1,7 @@
 """Imports point down, form no cycle, avoid private JAX and are at the top of their file."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -39,6 +39,9 @@ LAZY: dict[str, str] = {
     "shardrules.cli.main": "it needs an extra; without it the user gets a one-line message",
 }
 """What may be imported inside a function, and why."""
+
+BY_NAME = {"rules.late": "texts and files name the rules of presets too, which are imported when they are made"}
+"""The modules that may name a module above theirs in a string, and why."""
 
 
 def imports(module: Module, names: frozenset[str], node: ast.AST | None = None) -> Iterator[tuple[int, str]]:
@@ -87,6 +90,24 @@ def upward_imports(modules: tuple[Module, ...]) -> list[str]:
     return bad
 
 
+def upward_names(modules: tuple[Module, ...], allowed: Iterable[str]) -> list[str]:
+    """Strings that are the dotted name of a module in a layer above: what they are for may import it."""
+    bad: list[str] = []
+    names = names_of(modules)
+    for module in modules:
+        rest = module.name.partition(".")[2]
+        if rest in allowed or room_of(rest) not in LAYERS:
+            continue
+        above = LAYERS[LAYERS.index(room_of(rest)) + 1 :]
+        constants = [node for node in ast.walk(module.tree) if isinstance(node, ast.Constant)]
+        bad += [
+            f"{module.name}:{node.lineno} names {node.value}"
+            for node in constants
+            if node.value in names and room_of(str(node.value).partition(".")[2]) in above
+        ]
+    return bad
+
+
 def import_cycle(modules: tuple[Module, ...]) -> list[str]:
     """A cycle of imports, if there is one; imports inside functions and under TYPE_CHECKING count too."""
     names = names_of(modules)
@@ -128,6 +149,10 @@ def lazy_imports(modules: tuple[Module, ...], allowed: dict[str, str]) -> list[s
 
 def test_imports_point_down() -> None:
     assert upward_imports(shardrules_source()) == []
+
+
+def test_strings_name_no_module_above() -> None:
+    assert upward_names(shardrules_source(), BY_NAME) == []
 
 
 def test_imports_form_no_cycle() -> None:
@@ -175,6 +200,13 @@ def test_downward_imports_are_fine(tmp_path: Path) -> None:
         "rules/auto.py": "from planted.core import leaf\nimport planted.mesh.shape",
     }
     assert upward_imports(plant(tmp_path, files)) == []
+
+
+def test_a_string_that_names_a_module_above_is_reported(tmp_path: Path) -> None:
+    files = {"rules/late.py": "x = 'planted.presets.a'\ny = 'planted.core.b'", "presets/a.py": "", "core/b.py": ""}
+    modules = plant(tmp_path, files)
+    assert upward_names(modules, []) == ["planted.rules.late:1 names planted.presets.a"]
+    assert upward_names(modules, BY_NAME) == []
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def check_shards(array: jax.Array, sharding: Sharding, values: Any) -> None:
 
 
 def pointers(array: jax.Array) -> dict[int, int]:
-    """Where in memory the shard of each device is."""
+    """Returns the address in memory of each device's shard."""
     return {shard.device.id: shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
 
 
@@ -129,7 +129,7 @@ def pointers(array: jax.Array) -> dict[int, int]:
 @final
 @attrs.frozen
 class FakeDevice:
-    """What a schedule reads of a device, for networks that no test machine has."""
+    """The facts that a schedule reads of a device, for networks that no test machine has."""
 
     id: int
     process_index: int = 0

@@ -327,7 +327,7 @@ def targets(rank: int) -> Iterator[Counts]:
 
 
 def where_of(sizes: Counts, spec: tuple[Counts, ...], coordinates: Counts) -> Counts:
-    """Which part, along each dimension, the device at some coordinates of the mesh holds."""
+    """Returns the part, along each dimension, that the device at some coordinates of the mesh holds."""
     parts = []
     for entry in spec:
         part = 0

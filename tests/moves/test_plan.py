@@ -39,7 +39,7 @@ def outline_of(case: Case) -> jax.ShapeDtypeStruct:
 
 
 def elements(sharding: Sharding, shape: tuple[int, ...]) -> dict[int, np.ndarray]:
-    """Which elements each device holds, by their numbers."""
+    """Returns the numbers of the elements that each device holds."""
     numbers = np.arange(math.prod(shape)).reshape(shape)
     return {device.id: numbers[index].ravel() for device, index in sharding.devices_indices_map(shape).items()}
 

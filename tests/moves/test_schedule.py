@@ -1,4 +1,4 @@
-"""Which device sends what to which: laws of schedules and of the rounds in which pieces travel. Needs no device."""
+"""Laws of schedules and of the rounds in which pieces travel. Needs no device."""
 
 import itertools
 import math

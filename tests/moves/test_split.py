@@ -55,7 +55,7 @@ def spec_on(array: jax.Array) -> P:
 
 
 def memory(array: jax.Array) -> dict[int, int]:
-    """Where in memory the shard of each device is."""
+    """Returns the address in memory of each device's shard."""
     return {shard.device.id: shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
 
 
@@ -337,7 +337,7 @@ def test_donate_leaves_the_results_alive(donate: bool) -> None:
 
 
 def test_jax_deletes_shared_shards_of_all_arrays() -> None:
-    """Why `donate` deletes nothing. If this fails, JAX has changed, and `donate` could."""
+    """The reason why `donate` deletes nothing. If this fails, JAX has changed, and `donate` could."""
     x = counted(FSDP, P("fsdp"))
     parts = split_by_mesh_axis(x, "fsdp", 2)
     x.delete()

@@ -198,7 +198,7 @@ def test_indivisible_dimensions_are_errors(types: tuple[AxisType, AxisType], ins
 
 
 def test_jax_itself_would_weaken_it() -> None:
-    """What the error is for: if JAX starts to refuse, the words that say so can go."""
+    """The reason for the error: if JAX starts to refuse, the words that say so can go."""
     with jax.set_mesh(MESH):
         result = jax.jit(lambda x: jax.lax.with_sharding_constraint(x * 1, P(("dp", "tp"))))(jnp.ones((10, 8)))
     assert not result.sharding.is_equivalent_to(NamedSharding(MESH, P(("dp", "tp"))), 2)

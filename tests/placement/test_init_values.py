@@ -143,7 +143,7 @@ MAKES: dict[str, Callable[[jax.Array], Any]] = {
     "branched": branched,
     "with_state": eqx.nn.make_with_state(Normed),
 }
-"""What gives the same on one device, too."""
+"""Programs that give the same on one device, too."""
 
 PARTITIONED: dict[str, Callable[[jax.Array], Any]] = {
     "cumsum": lambda key: jnp.cumsum(jax.random.normal(key, SHAPE), axis=0),
@@ -151,7 +151,7 @@ PARTITIONED: dict[str, Callable[[jax.Array], Any]] = {
     "normed": lambda key: jax.random.normal(key, SHAPE) / jnp.linalg.norm(jax.random.normal(key, SHAPE)),
     "divided_by_a_table": lambda key: jax.random.normal(key, SHAPE) / TABLE,
 }
-"""What comes out in another last bit where JAX splits the work: then it is the split that counts."""
+"""Programs with another last bit where JAX splits the work: then it is the split that counts."""
 
 KEYS: dict[str, Callable[[], Any]] = {
     "typed": lambda: jax.random.key(3),
@@ -182,7 +182,7 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
 
 
 def by_jit(make: Callable[..., Any], *args: Any, split: bool) -> Any:
-    """What `jax.jit` makes; split over the mesh, or on one device."""
+    """Returns the arrays that `jax.jit` makes, split over the mesh or on one device."""
 
     def arrays(*args: Any) -> Any:
         return eqx.filter(make(*args), _is_array)

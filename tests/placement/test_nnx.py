@@ -29,7 +29,7 @@ def spec(variable: Any) -> Any:
 
 
 def draws(model: Any) -> int:
-    """How many keys the first dropout layer has drawn."""
+    """Returns the number of keys that the first dropout layer has drawn."""
     return int(model.blocks[0].dropout.rngs.count[...])
 
 

@@ -63,7 +63,7 @@ MOMENTS = {
     "average": 12,
     "history": 24,
 }
-"""How many arrays of each state follow a parameter: for six parameters, three of them matrices."""
+"""The number of arrays of each state that follow a parameter: for six parameters, three of them matrices."""
 
 
 @functools.cache

@@ -33,7 +33,7 @@ def taken_apart(make: Callable[..., Any], *args: Any, marks: Any = None, program
 
 
 def shape_of(work: Outline) -> list[tuple[int, int]]:
-    """How many outputs each program gives in a call, and how many calls there are."""
+    """The number of outputs of each program in a call, and the number of calls."""
     return [(len(program.calls[0].outputs), len(program.calls)) for program in work.programs]
 
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.mesh.creation import AxisTypes
+from shardrules.mesh.axis_types import AxisTypes
 from tests.mesh.cluster import run_processes
 from tests.placement.models import FSDP, TASKS
 

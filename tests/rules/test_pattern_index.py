@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.patterns import outline
+from shardrules.core.patterns import names
 from shardrules.rules.pattern_index import MIN_PATTERNS, PatternIndex
 
 MESH = sr.mesh_shape("data:4,model:2")
@@ -46,7 +46,7 @@ def patterns(count: int, seed: int) -> list[str]:
 
 def test_candidates_are_ascending_and_miss_no_match() -> None:
     texts = patterns(300, 0)
-    pattern_index = PatternIndex.of([outline(text) for text in texts])
+    pattern_index = PatternIndex.of([names(text) for text in texts])
     candidate_count = 0
     for path in sr.leaf_paths(tree(30)):
         candidates = pattern_index.candidates(path)

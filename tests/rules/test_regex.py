@@ -101,6 +101,7 @@ def test_a_spec_after_another_rule_refines_and_may_conflict() -> None:
         (None, {}, r"takes \(pattern, value\) pairs in order.*; got None"),
         ({"a": P()}, {}, r"takes \(pattern, value\) pairs"),
         ([("(", P())], {}, r"pattern '\(' is not a regular expression"),
+        ([("w|(a+)+$", P())], {}, r"pattern 'w\|\(a\+\)\+\$' may backtrack for years"),
         ([(3, P())], {}, "a pattern must be a string, got 3"),
         ([(re.compile("w", re.IGNORECASE), P())], {}, "Flags go into it"),
         ([("w", 3)], {}, "'w' has the value 3, which is not"),
@@ -117,19 +118,6 @@ def test_invalid_rules_raise(rules: Any, options: Any, match: str) -> None:
 def test_unknown_options_raise(options: Any) -> None:
     with pytest.raises(sr.errors.ConfigError, match=r"must be one of .*; got"):
         sr.RegexShardingRule([("w", P())], **options)
-
-
-def test_only_patterns_that_may_backtrack_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[str] = []
-
-    def record(pattern: re.Pattern[str], *args: Any) -> Any:
-        compiled.append(pattern.pattern)
-        return pattern.search
-
-    monkeypatch.setattr("shardrules.rules.regex.guarded", record)
-    rule = sr.RegexShardingRule([("^a/b$", P()), ("layers", P("data")), ("(.*/)*w$", P("model"))])
-    assert rule.apply(TREE)["a"] == {"w": P("model"), "b": P()}
-    assert compiled == ["(.*/)*w$"]
 
 
 def test_a_compiled_pattern_equals_its_text() -> None:

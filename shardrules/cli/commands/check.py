@@ -134,7 +134,7 @@ def golden_plan(file: Path) -> ShardingPlan:
 
 
 def _is_replaced(file: Path) -> bool:
-    """Whether `--update` replaces a file: a plan, even one that is broken, but no other file."""
+    """`--update` replaces a plan, even one that is broken, but no other file."""
     if not file.is_file():
         return False
     text = read_text(file)

@@ -58,6 +58,7 @@ def _run(args: argparse.Namespace) -> int:
     else:
         old, new = read_plan(args.old), read_plan(args.new)
         changes = old.diff(new)
+        # Equal plans move nothing, and say no more than that.
         move = PlanMove.between(old, new) if changes else None
         if args.format == "json":
             show(_as_json("plans", changes, None if move is None else attrs.asdict(move)))
@@ -66,7 +67,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.html is not None:
             title = f"{args.old.name} → {args.new.name}"
             write(args.html, diff_page(old, new, title=title, command=args.command_line))
-            if args.format == "text":
+            if args.format == "text":  # JSON has to stay one document
                 show(f"{args.html}: the page of this difference")
     return FINDINGS if changes and args.exit_code else SUCCESS
 

@@ -1,4 +1,4 @@
-"""What the axes of a mesh are for, by their names."""
+"""The purposes of the axes of a mesh, by their names."""
 
 from collections.abc import Mapping
 from typing import final

@@ -27,18 +27,14 @@ SMALL = "Small arrays: splitting them would save nothing"
 INDIVISIBLE = "Arrays of which the mesh divides no dimension"
 
 SMALL_BYTES = 2**20
-"""Less than this counts as small, where other arrays are far larger. A MiB is gathered in less time than a collective
-takes to start. Doubled, projections of small models are whole; halved, norms of stacked layers are split."""
-
-_SMALL_SHARE = 16
-"""Arrays below this fraction of the largest are small, too. Doubled, biases of narrow models are split; halved,
-the attention of a model with a large vocabulary is whole."""
+"""An array of fewer bytes is small, beside far larger ones: a MiB is gathered in less time than a collective takes to
+start."""
 
 _PARAMETERS = ("weight", "kernel", "w", "embedding", "bias", "b", "scale")
 """Names of arrays inside of a layer, which say nothing about the layer."""
 
 _WRAPPERS = ("value", "raw_value")
-"""What stands below the name of an array in the paths of some boxes."""
+"""The last name of an array's path in some boxes."""
 
 _EMBEDDING = ("embed", "embedding", "embeddings", "embedder", "emb", "wte", "vocab", "lookup")
 _POSITION = ("pos", "position", "positions", "positional", "wpe")
@@ -52,7 +48,7 @@ _PROJECTS = ("q", "k", "v", "query", "key", "value", "qkv", "kv", "in", "c_attn"
 @final
 @attrs.frozen
 class Guess:
-    """How one kind of array is split, and what it was taken for."""
+    """The split of one kind of array, and the kind of layer that it was taken for."""
 
     entries: Entries
     label: str
@@ -60,14 +56,14 @@ class Guess:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no axis splits it."""
+        """No axis splits it."""
         return not any(self.entries)
 
 
 @final
 @attrs.frozen
 class _Layer:
-    """What the path of an array says: the name of its layer, its own, and what is around them."""
+    """The words of an array's path: the name of its layer, its own, and the names around them."""
 
     name: str
     words: tuple[str, ...]
@@ -99,7 +95,7 @@ class _Layer:
 
     @property
     def is_named(self) -> bool:
-        """Whether its name says which of its dimensions are inputs."""
+        """Its name says which of its dimensions are inputs."""
         return self.is_one_of((*_PROJECTS, *_NARROWS, *_WIDENS))
 
     @property
@@ -110,7 +106,7 @@ class _Layer:
 @final
 @attrs.frozen
 class Guesser:
-    """What the guesses of all arrays of a tree share."""
+    """Common facts for the guesses of all arrays of a tree."""
 
     sizes: Mapping[str, int]
     roles: AxisRoles
@@ -120,13 +116,13 @@ class Guesser:
     """The numbers of rows of embeddings."""
     small_bytes: float
     inputs_first: bool
-    """Whether a bare matrix has its inputs in the first dimension."""
+    """A bare matrix has its inputs in the first dimension."""
     stacked: tuple[str, ...]
     """Modules whose arrays have a leading dimension of layers."""
 
     @staticmethod
     def of(leaves: Sequence[Leaf], counts: Sequence[int], sizes: Mapping[str, int]) -> "Guesser":
-        """Reads what `leaves`, of which there are `counts`, have in common."""
+        """Reads the common facts of `leaves`, with `counts` of each."""
         stacked = stacked_modules(leaves)
         pairs = [(_Layer.of(leaf.path), leaf) for leaf in leaves]
         dims: collections.Counter[int] = collections.Counter()
@@ -141,7 +137,7 @@ class Guesser:
             axis_roles(sizes),
             width,
             tuple(leaf.shape[0] for layer, leaf in pairs if leaf.ndim == 2 and _is_embedding(layer)),
-            min(SMALL_BYTES, largest / _SMALL_SHARE),
+            min(SMALL_BYTES, largest / 16),  # chosen by hand: in small models far smaller arrays are small, too
             _inputs_first(pairs, width),
             stacked,
         )
@@ -167,18 +163,18 @@ class Guesser:
         if label == CONVOLUTION:
             rest = []  # of a window of 3 x 3 no device needs a part
         split.put(self.roles.tensor, [*features, *others, *rest])
-        # Where nothing is for experts or stages, their axes split like those of data.
+        # Where nothing is for experts or stages, their axes split like data axes.
         split.put(tuple(name for name in self.sizes if name not in self.roles.tensor), [*others, *rest, *features])
         return Guess(split.trimmed(), label) if any(split.entries) else Guess((), INDIVISIBLE)
 
     def _dims(self, layer: _Layer, shape: tuple[int, ...], dims: Sequence[int]) -> tuple[str, list[int], list[int]]:
-        """What a layer is, its dimensions for the axes of features, and those for other axes; the best first."""
+        """A layer's kind, its dimensions for the axes of features, and those for other axes; the best first."""
         *outer, before, last = dims if len(dims) > 1 else (*dims, *dims)
         # Equinox and PyTorch call a matrix (outputs, inputs) `weight`; flax calls one (inputs, outputs) `kernel`.
         outputs_last = layer.parameter != "weight" if layer.parameter else self.inputs_first
         outputs, inputs = (last, before) if outputs_last else (before, last)
         if outer and layer.is_named and len(dims) == 3 and layer.parameter != "weight":
-            # Heads have a dimension of their own, before that of their features.
+            # Heads have a dimension of their own, before their features'.
             return (NARROWS, [*outer, before], [last]) if layer.narrows else (WIDENS, [before, last], outer)
         if outer:
             return (
@@ -206,7 +202,7 @@ def _is_embedding(layer: _Layer) -> bool:
 
 
 def _inputs_first(pairs: Sequence[tuple[_Layer, Leaf]], width: int) -> bool:
-    """Whether most bare matrices have their inputs first, as in `x @ w`. Those of a layer that widens are the width."""
+    """Most bare matrices have their inputs first, as in `x @ w`. The inputs of a layer that widens are the width."""
     votes = 0
     for layer, leaf in pairs:
         if (

@@ -15,9 +15,6 @@ _INDEX = r"\d+"
 _GENERAL = ("weight", "kernel", "w", "value", "embedding", _INDEX)
 """Names that say too little alone: a pattern has the one before them, too."""
 
-_MOST_CHARACTERS = 90
-"""A longer pattern becomes several: with `path = ` and quotes a line has 100. Doubled, lines are cut off in reviews."""
-
 
 @final
 @attrs.frozen
@@ -118,7 +115,8 @@ def _packs(texts: Iterable[str]) -> list[list[str]]:
     """Texts in packs that are short enough for one line."""
     packs: list[list[str]] = []
     for text in texts:
-        if packs and sum(len(other) + 1 for other in packs[-1]) + len(text) <= _MOST_CHARACTERS:
+        # With `path = ` and quotes a line has 100 characters.
+        if packs and sum(len(other) + 1 for other in packs[-1]) + len(text) <= 90:
             packs[-1].append(text)
         else:
             packs.append([text])

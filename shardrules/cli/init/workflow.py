@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 WORKFLOW = Path(".github", "workflows", "sharding.yml")
-"""Where GitHub looks for workflows, from the top of a repository."""
+"""The place of workflows on GitHub, from the top of a repository."""
 
 
 def repository_of(folder: Path) -> Path:

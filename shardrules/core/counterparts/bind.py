@@ -55,7 +55,7 @@ def bind_decisions(
 
 
 def same_arrays(first: Survey, second: Survey) -> bool:
-    """Whether two trees have the same structure, with arrays of the same shapes."""
+    """Returns whether two trees have the same structure, with arrays of the same shapes."""
     return (
         second.treedef is not None
         and first.treedef == second.treedef

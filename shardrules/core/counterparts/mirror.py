@@ -1,4 +1,4 @@
-"""Which planned leaf the leaf of an optimizer state mirrors, and the spec that it takes from it.
+"""The planned leaf that a leaf of an optimizer state mirrors, and the spec that it takes from it.
 
 An optimizer keeps, for each parameter, leaves of the same shape (moments, averages, accumulated gradients) under a
 path that ends in the parameter's own: `0/mu/layers/0/w` mirrors `layers/0/w`. Some keep leaves of other shapes:
@@ -78,7 +78,7 @@ def _fits(path: str, planned: Mapping[str, PlannedLeaf]) -> bool:
 
 
 def _whole_trees(paths: Iterable[str], planned: Mapping[str, PlannedLeaf]) -> dict[str, dict[str, PlannedLeaf]]:
-    """What is planned below each first name, where `paths` have all of it; fewer leaves may be alike by chance."""
+    """The leaves planned below each first name, where `paths` have all of it; fewer leaves may be alike by chance."""
     trees: dict[str, dict[str, PlannedLeaf]] = {}
     for path, leaf in planned.items():
         name, _, rest = path.partition("/")
@@ -120,7 +120,7 @@ def mirror_leaf(
 
 
 def _unmirrored(leaf: Leaf, why: str) -> Decision:
-    """What earlier rules decided, or else `P()` with a note."""
+    """The decision of earlier rules, or else `P()` with a note."""
     if leaf.spec is not None:
         return leaf.skip(why)
     note = Finding(
@@ -163,7 +163,7 @@ def _cuts(path: str) -> Iterator[tuple[str, str]]:
 
 
 def _inner_cuts(path: str, planned: Mapping[str, PlannedLeaf]) -> Iterator[tuple[str, str]]:
-    """What is around a planned path, and that path, where an optimizer keeps a container for each parameter.
+    """The path around a planned one, and that path, where an optimizer keeps a container for each parameter.
 
     `stats/layers/0/w/statistics/1` has `layers/0/w` inside. The longest path comes first; indices alone name nothing.
     """
@@ -213,7 +213,7 @@ def _factored(shape: tuple[int, ...], spec: PartitionSpec, kept: Iterable[int]) 
 def _stacked(
     leaf_shape: tuple[int, ...], field: str, shape: tuple[int, ...], spec: PartitionSpec
 ) -> tuple[PartitionSpec, str] | None:
-    """What copies of a planned leaf take, or copies of its rows or columns: dims before its own, seldom behind them."""
+    """The entries of copies of a planned leaf, its rows or its columns: dims before its own, seldom behind them."""
     depth = len(leaf_shape) - len(shape)
     if shape and depth > 0:
         copies, copy_entries = ((),) * depth, entries(spec, len(shape))
@@ -238,7 +238,7 @@ def _stacked(
 def _resized(
     leaf_shape: tuple[int, ...], field: str, shape: tuple[int, ...], spec: PartitionSpec
 ) -> tuple[PartitionSpec, str] | None:
-    """What a projection or a preconditioner of a planned leaf takes: the entries of the dims whose sizes it has.
+    """The spec of a projection or a preconditioner of a planned leaf: the entries of the dims whose sizes it has.
 
     Such a dim is in the same position, the one that the field counts, or the only one of its size. An axis splits the
     first dim that can take it.

@@ -31,22 +31,26 @@ def as_path(path: Any, caller: str) -> Path:
 def open_regular(path: Path) -> FileIO:
     """Opens a file to read it; anything else that has its name, such as a pipe, raises an `OSError` at once."""
     # Opening a pipe would wait for its writer.
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except ValueError as error:  # of a name that no file can have
-        raise OSError(0, str(error), str(path)) from None
+    handle = _opened(path, os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(0, "it is not a regular file", str(path))
     return FileIO(handle)
 
 
+def _opened(path: Path, flags: int = 0) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    except ValueError as error:  # of a name that no file can have
+        raise OSError(0, str(error), str(path)) from None
+
+
 def read_text(file: Path) -> str:
-    """Returns the text of a file. A `ConfigError` says why it cannot be read."""
+    """Returns the text of a file, which may be a pipe. A `ConfigError` says why it cannot be read."""
     try:
         if file.is_dir():
             raise ConfigError(f"{file} is a folder, not a file")
-        with open_regular(file) as handle:
+        with FileIO(_opened(file)) as handle:
             size = os.fstat(handle.fileno()).st_size
             if size > _MOST_BYTES:
                 raise ConfigError(

@@ -10,7 +10,7 @@ from shardrules.core.errors import PatternError, ShardRulesError, TreeError, pri
 from shardrules.core.finding import UNDECIDED_CODES, shape_text
 from shardrules.core.leaf import Decision
 from shardrules.core.leaves import Leaves, RuleCall, Verdict
-from shardrules.core.patterns import compile_pattern, guarded
+from shardrules.core.patterns import compile_pattern
 from shardrules.core.spec import spec_repr
 
 
@@ -21,12 +21,11 @@ def find_kinds(path: str, kind_by_path: Mapping[str, int]) -> dict[int, str]:
     try:
         pattern = compile_pattern(path, "explain")
     except PatternError as error:
-        why = f"it is not a valid pattern: {error.__cause__}"
+        why = f"it is not a valid pattern: {error.__cause__ or error}"
         raise PatternError(f"the plan has no leaf at {path!r:.200}, and {why}") from error
     matches: dict[int, str] = {}
-    matcher = guarded(pattern, "search", kind_by_path, "explain")
     for leaf_path, kind in kind_by_path.items():
-        if kind not in matches and matcher(leaf_path):
+        if kind not in matches and pattern.search(leaf_path):
             matches[kind] = leaf_path
     if not matches:
         raise TreeError(

@@ -36,11 +36,11 @@ from shardrules.rules.how import How, by_leaf, refuse_leaves, resolve
 CALLER = "place_batch"
 
 _ROUNDS = 4
-"""How often a rule is asked again about the shape that follows from its own answer. Two rounds settle what rules that
-look at sizes say; with half of them none would, twice as many only delay the error."""
+"""The rounds in which a rule is asked about the shape that follows from its own answer. Two rounds settle what rules
+say that look at sizes. Chosen by hand."""
 
 _SHOWN = 16
-"""How many arrays that differ are shown. Half as many may hide a second cause, twice as many fill the screen."""
+"""The most arrays that differ and are shown. Half as many may hide a second cause, twice as many fill the screen."""
 
 
 def place_batch(local: Any, how: How, mesh: AnyMesh | None = None, *, timeout: float = 200) -> Any:
@@ -117,7 +117,7 @@ class LocalBatch:
 
     @property
     def text(self) -> str:
-        """What must be the same on all processes: paths, since the structure as text has addresses of objects."""
+        """The facts that must agree on all processes: paths, since the structure as text has addresses of objects."""
         kinds = [(shape_text(kind[0]), str(kind[1])) if kind else None for kind in self.kinds]
         return json.dumps([leaf_paths(self.tree), kinds])
 
@@ -258,7 +258,7 @@ def _difference(shapes: list[dict[str, str]]) -> str:
 
 
 def _spanning(shardings: Sequence[Sharding | None]) -> list[tuple[int, Finding]]:
-    """What is wrong with shardings over several processes that are not on a mesh."""
+    """Findings about shardings over several processes that are not on a mesh."""
     why = "expected a PartitionSpec or a NamedSharding over several processes"
     return [
         (leaf_index, Finding("error", "no-sharding", f"{why}, got {sharding!r:.60}"))

@@ -22,11 +22,11 @@ from shardrules.placement.batches.batch import LocalBatch, Placer, agree
 from shardrules.rules.how import How
 
 _JOIN_SECONDS = 10
-"""How long closing waits for the thread. Only that of an iterator that blocks takes longer: it ends with the process.
-Half of it may leave a slow one running, the double keeps the user waiting."""
+"""The seconds for which closing waits for the thread. Only that of an iterator that blocks takes longer: it ends with
+the process. Chosen by hand."""
 
 _stops: "weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]]" = weakref.WeakKeyDictionary()
-"""What stops each thread. They are daemons, else the process could not end while one waits for a slot."""
+"""The function that stops each thread. They are daemons, else the process could not end while one waits for a slot."""
 
 
 def place_batches(

@@ -17,12 +17,12 @@ _REMEDY = "Pass a numpy array, or keep it out of the batch"
 
 
 def is_rows(node: Any) -> bool:
-    """Whether a node of a batch is a list of numbers or of rows of numbers: one array, written as lists."""
+    """Returns whether a node of a batch is one array, written as lists of numbers or of rows of numbers."""
     return isinstance(node, list) and all(map(_is_row, node)) and any(map(_has_number, node))
 
 
 def has_equal_parts(batch: Any) -> bool:
-    """Whether a batch has a list of equal parts with arrays, as loaders hand out that do not stack their rows."""
+    """Returns whether a batch has a list of equal parts with arrays, as of loaders that do not stack their rows."""
     lists = [node for node in jax.tree.leaves(batch, is_leaf=_is_list) if _is_list(node)]
     return any(len(parts) > 1 and len({_structure(part) for part in parts}) == 1 for parts in lists)
 
@@ -43,7 +43,10 @@ def as_array(value: Any) -> Any:
         return Finding("error", "masked", "arrays of JAX have no mask, and this one would be lost", "", remedy)
     if why := _not_local(value):
         return Finding("error", "not-local", why, "", "Pass this process's part as a numpy array", value.shape)
-    if isinstance(value, jax.Array) or _is_number(value) or isinstance(value, type):
+    if isinstance(value, np.number):
+        array = _narrowed(np.asarray(value))
+        return array if isinstance(array, Finding) else value
+    if isinstance(value, jax.Array | type) or _is_number(value):
         return value
     try:
         array = _rows(value) if isinstance(value, list) else _host_array(value)

@@ -28,13 +28,13 @@ _PRIMITIVE = "pure_callback"
 """The name of `jax.pure_callback` in traced programs. Other callbacks have side effects, and run as they are."""
 
 _ADVICE = "\n\n\n-----"
-"""What follows the message of `equinox.error_if` in its exception: advice to use `equinox.filter_jit`."""
+"""The advice after the message of `equinox.error_if` in its exception: to use `equinox.filter_jit`."""
 
 
 @final
 @attrs.define(eq=False)
 class CallbackErrors:
-    """What callbacks raised, with the lines of code that called them, until it is raised outside of the program."""
+    """The errors of callbacks, with the lines of code that called them, until they are raised outside the program."""
 
     _errors: list[tuple[Exception, str]] = attrs.field(factory=list)
     _lock: Any = attrs.field(factory=threading.RLock)
@@ -100,7 +100,7 @@ class CallbackErrors:
 
 
 def _has_callback(value: Any) -> bool:
-    """Whether a program, or a parameter of an equation, has a callback inside."""
+    """Returns whether a program, or a parameter of an equation, has a callback inside."""
     match value:
         case ClosedJaxpr() if value.jaxpr is not value:
             return _has_callback(value.jaxpr)
@@ -195,7 +195,7 @@ def _run_guarded(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any
 
 
 def _nans(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """What `equinox.error_if` returns where an error cannot be raised: a loop that compares with it ends."""
+    """The result of `equinox.error_if` where an error cannot be raised: a loop that compares with it ends."""
     if np.issubdtype(dtype, np.integer):
         return np.full(shape, np.iinfo(dtype).max, dtype)
     return np.full(shape, True if dtype == np.bool_ else np.nan, dtype)

@@ -103,7 +103,7 @@ class FlatCall:
 @final
 @attrs.define(eq=False)
 class Result:
-    """What a trace says about the result: its structure, and its leaves that are not arrays."""
+    """The result of a trace: its structure, and its leaves that are not arrays."""
 
     treedef: Any = None
     static: dict[int, Any] = attrs.field(factory=dict)
@@ -177,7 +177,7 @@ def check_same_call(call: FlatCall, lowered_for: FlatCall) -> None:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is traced: an array, or the shape of one."""
+    """Returns whether a leaf is traced: an array, or the shape of one."""
     return isinstance(leaf, jax.Array) if isinstance(leaf, Tracer) else _is_array_type(type(leaf))
 
 
@@ -246,7 +246,7 @@ def _key_without(owner: Any, leaf: Any) -> Hashable:
 _LOCK = threading.Lock()
 _OWNED: weakref.WeakKeyDictionary[Any, Cache[Any]] = weakref.WeakKeyDictionary()
 _SHARED: Cache[Any] = Cache()
-"""What is compiled is kept by function, so that all wrappers of a function share it, and goes with the function. So
+"""Compiled programs by function, so that all wrappers of a function share them; they go with the function. So
 it is with an object that is called, or whose method is. A callable that has no such owner, a module say, shares one
 bounded cache with the others."""
 
@@ -262,6 +262,6 @@ def cache_of(fn: Any) -> tuple[Any, Cache[Any]]:
 
 
 def _can_own(value: Any) -> bool:
-    """Whether a dictionary of weak references finds a value, and no other one, for as long as it is there."""
+    """Returns whether a dictionary of weak references finds a value, and no other one, as long as it is there."""
     cls = type(value)
     return cls.__eq__ is object.__eq__ and cls.__hash__ is object.__hash__ and cls.__weakrefoffset__ > 0

@@ -18,7 +18,7 @@ from shardrules.core.callables import update_wrapper
 from shardrules.core.context import current_mesh, trace_mesh
 from shardrules.core.errors import ConfigTypeError
 from shardrules.core.jax_state import trace_key, under_trace
-from shardrules.mesh.creation import AxisTypes, normalize_axis_types
+from shardrules.mesh.axis_types import AxisTypes, normalize_axis_types
 from shardrules.placement.cache import array_key
 from shardrules.placement.functions.callbacks import CallbackErrors, errors_of, with_guard
 from shardrules.placement.functions.calls import (

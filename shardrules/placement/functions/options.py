@@ -11,7 +11,7 @@ import jax
 
 from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import ConfigError
-from shardrules.mesh.creation import AxisTypes
+from shardrules.mesh.axis_types import AxisTypes
 from shardrules.rules.how import HowEach, is_entry
 
 Donate: TypeAlias = Literal["none", "all", "all-except-first", "warn", "warn-except-first"] | Sequence[int | str]
@@ -25,7 +25,7 @@ _DONATE = ("none", "all", "all-except-first", "warn", "warn-except-first")
 @final
 @attrs.frozen(eq=False)
 class Options:
-    """How a function is compiled; the fields are the arguments of `filter_jit`."""
+    """Options of compiling a function; the fields are the arguments of `filter_jit`."""
 
     mesh: AnyMesh | None
     in_shardings: HowEach
@@ -35,7 +35,7 @@ class Options:
 
     @property
     def are_equinox(self) -> bool:
-        """Whether `equinox.filter_jit` has all that is asked for."""
+        """Returns whether `equinox.filter_jit` has all that is asked for."""
         return (
             self.mesh is None
             and self.in_shardings is None

@@ -1,4 +1,4 @@
-"""What `filter_jit` compiles for one kind of call: a program of arrays alone, and where its arrays are."""
+"""The program that `filter_jit` compiles for one kind of call, of arrays alone, and where its arrays are."""
 
 import contextlib
 import warnings
@@ -46,7 +46,7 @@ class Meshes:
 @final
 @attrs.frozen(eq=False)
 class Program:
-    """What follows from structure, shapes and dtypes of one kind of call."""
+    """The facts that follow from structure, shapes and dtypes of one kind of call."""
 
     run: Any
     """The jitted function, from the arrays of the call to those of the result."""
@@ -54,9 +54,9 @@ class Program:
     """Of the arrays of the call, on the mesh inside."""
     result: Result
     errors: CallbackErrors | None
-    """What callbacks of the program raise; `None` if it has none."""
+    """The errors of the program's callbacks; `None` if it has none."""
     is_silent: bool
-    """Whether JAX's warnings about donated memory that could not be reused are suppressed."""
+    """True where JAX's warnings about donated memory that could not be reused are suppressed."""
 
     def call(self, run: Callable[..., Any], call: FlatCall, arrays: Sequence[Any]) -> list[Any]:
         """Runs the program, jitted or compiled; raises what its callbacks raise."""

@@ -138,7 +138,7 @@ def filter_shard_map(
 @final
 @attrs.frozen(eq=False)
 class _Options:
-    """How a function is mapped; the fields are the arguments of `filter_shard_map`."""
+    """Options of mapping a function; the fields are the arguments of `filter_shard_map`."""
 
     mesh: AnyMesh | None
     in_specs: HowEach

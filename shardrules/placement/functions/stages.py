@@ -1,4 +1,4 @@
-"""What `filter_jit(...).lower(...)` returns: `jax.stages` for the function's own arguments."""
+"""The results of `filter_jit(...).lower(...)`: `jax.stages` for the function's own arguments."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, final
@@ -13,7 +13,7 @@ class CompiledFunction:
     """A compiled function; call it as you call the function."""
 
     compiled: jax.stages.Compiled
-    """What JAX compiled, a program of the arrays alone."""
+    """The program that JAX compiled, of the arrays alone."""
     _run: Callable[..., Any] = attrs.field(repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ class LoweredFunction:
     """A function lowered for some arguments."""
 
     lowered: jax.stages.Lowered
-    """What JAX lowered, a program of the arrays alone."""
+    """The program that JAX lowered, of the arrays alone."""
     _run: Callable[..., Any] = attrs.field(repr=False)
 
     def compile(self, compiler_options: Mapping[str, str | bool] | None = None) -> CompiledFunction:

@@ -1,7 +1,7 @@
 """Hugging Face checkpoints: rules for their parameters, and the names that files have for them."""
 
 from shardrules.presets.huggingface.names import tensor_names
-from shardrules.rules.huggingface.roles import ROLES, Role
-from shardrules.rules.huggingface.rule import HuggingFaceShardingRule
+from shardrules.presets.huggingface.roles import ROLES, Role
+from shardrules.presets.huggingface.rule import HuggingFaceShardingRule
 
 __all__ = ["ROLES", "HuggingFaceShardingRule", "Role", "tensor_names"]

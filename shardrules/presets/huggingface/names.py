@@ -5,14 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardrules.checkpoints.headers import read_headers
-from shardrules.checkpoints.names import Name, refuse
+from shardrules.checkpoints.leaves import refuse
+from shardrules.checkpoints.names import Name
 from shardrules.core.storage.files import as_path
 
 _PREFIXES = (
     *("", "model", "language_model.model", "model.language_model", "language_model", "model.text_model"),
     *("transformer", "gpt_neox", "backbone", "model.decoder"),
 )
-"""What checkpoints have in front of a text model's names."""
+"""Prefixes of a text model's names in checkpoints."""
 
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens"
 

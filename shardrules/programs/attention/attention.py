@@ -89,7 +89,7 @@ def sharded_attention(
 @final
 @attrs.frozen(eq=False)
 class _Call:
-    """What a user asks for."""
+    """A user's request."""
 
     q: Any
     k: Any
@@ -119,6 +119,7 @@ class _Call:
             problems.append(f"axis {self.axis!r} has a mesh axis twice")
         if self.how == "all_to_all" and not problems and names and self._repeats is None:
             problems.append(uneven_heads(self.q.shape[2], self._devices, names))
+        # A kernel without log-sum-exps has to get all keys of a query in one call: by heads, or gathered unmasked.
         is_split = not problems and bool(names) and self._devices > 1
         if is_split and self.kernel in KERNELS.values():
             if self.how == "ring" or (self.how == "gather" and self.causal):
@@ -269,7 +270,7 @@ def _pad(array: Any, padding: int, fill: int) -> Any:
 
 @functools.cache
 def _attention(how: How | None, has_segments: bool) -> RegionFunction:
-    """The region of one way, or of all of them, of which a plan takes the fastest."""
+    """The region of one way, or of all of them, for a plan to take the fastest."""
     segments = ", b s, b t" if has_segments else ""
     rule = f"b s k g d, b t k d, b t k d{segments} -> b s k g d"
     ways = [region(rule, split="b k g", exchange="s t")(WAYS[name]) for name in ([how] if how else WAYS)]

@@ -1,7 +1,7 @@
-"""Attention in blocks: what rows attend to in some of the keys, merged by the log-sum-exp of their scores.
+"""Attention in blocks: each attends to some of the keys, and the log-sum-exp of their scores merges them.
 
-The gradients of a block need the merged output and log-sum-exp, not those of other blocks: a pass over the blocks keeps
-nothing for each of them, and its backward pass computes each block again.
+The gradients of a block need the merged output and log-sum-exp, and nothing of other blocks: a pass over the blocks
+keeps nothing for each of them, and its backward pass computes each block again.
 """
 
 from typing import Any, NamedTuple, final

@@ -19,8 +19,8 @@ MASKED = -1e30
 
 
 _LEAST_ROWS, _MOST_BLOCKS = 1024, 8
-"""How many rows of scores are computed at once, and into how many blocks of rows attention is cut at most: with more,
-causal attention computes less that is masked, half a block each, and programs are larger."""
+"""The rows of scores that are computed at once, and the most blocks of rows that attention is cut into: with more,
+causal attention computes fewer scores that are masked, half a block each, and programs are larger."""
 
 
 def plain_kernel(
@@ -73,7 +73,7 @@ def _attend_rows(
 
 
 def _mask(first: int | None, q_segment_ids: Any, kv_segment_ids: Any, q_length: int, kv_length: int) -> Any:
-    """Which keys each query attends to, or `None` for all. Where it is causal, queries are those from `first` on."""
+    """The keys that each query attends to, or `None` for all. In causal attention the queries begin at `first`."""
     mask = None
     if first is not None:
         mask = jnp.tri(q_length, kv_length, first, dtype=bool)[None]

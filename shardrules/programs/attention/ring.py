@@ -1,4 +1,4 @@
-"""Ring attention: keys and values go round the devices, each of which attends to what passes.
+"""Ring attention: keys and values go round the devices, and each device attends to them as they pass.
 
 Every device has the keys and values of one other at a time. In the backward pass they go round once more, and their
 gradients follow them, one device behind.

@@ -1,4 +1,4 @@
-"""What a device computes with the keys of another: attention in one or two blocks, and their gradients."""
+"""Attention of a device to the keys of another, in one or two blocks, and its gradients."""
 
 import functools
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from shardrules.programs.attention.zigzag import Pairing, parts_of, put, take
 @final
 @attrs.frozen
 class Rounds:
-    """How devices attend to the keys of each other."""
+    """Attention of devices to the keys of each other."""
 
     how: str
     kernel: Kernel

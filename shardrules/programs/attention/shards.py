@@ -83,7 +83,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 
 
 def head_repeats(kv_heads: int, groups: int, devices: int) -> int | None:
-    """How often heads of keys are repeated so that all devices have as many of them, or `None` if they cannot."""
+    """The repetitions of heads of keys after which all devices have as many of them, or `None` if there are none."""
     repeats = devices // math.gcd(kv_heads, devices)
     return None if groups % repeats else repeats
 

@@ -18,7 +18,7 @@ Half: TypeAlias = Any
 
 @final
 class Pairing(NamedTuple):
-    """Which queries attend to which keys of another device. Where not `is_attended`, they do not."""
+    """The queries that attend to keys of another device, and these keys; none if not `is_attended`."""
 
     queries: Half
     keys: Half
@@ -26,7 +26,7 @@ class Pairing(NamedTuple):
 
 
 def parts_of(index: Any, source: Any, *, is_causal: bool, is_zigzag: bool) -> tuple[Pairing, ...]:
-    """What device `index` attends to in the keys of another device."""
+    """The parts of the keys of device `source` that device `index` attends to."""
     if not is_causal:
         return (Pairing(None, None),)
     is_earlier = source < index
@@ -89,7 +89,7 @@ def from_zigzag(array: Any, axis_name: Sequence[str]) -> Any:
 
 
 def _permutations(count: int) -> list[list[tuple[int, int]]]:
-    """Where the first halves of all devices go, and the second: each is a permutation of the devices.
+    """The devices that the first halves of all shards go to, and the second: each is a permutation of the devices.
 
     An even half-shard is the early one of an even device, or the late one of an odd device.
     """

@@ -9,11 +9,14 @@ from shardrules.checks.placed import mesh_for
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.callables import name_of
 from shardrules.core.spec import spec_repr
-from shardrules.mesh.creation import AxisTypes
+from shardrules.mesh.axis_types import AxisTypes
+from shardrules.programs.audits.arguments import AuditedArguments, spec_text
 from shardrules.programs.audits.checks.run import run_checks
-from shardrules.programs.audits.facts import AuditFacts, spec_text
+from shardrules.programs.audits.function import TracedFunction
 from shardrules.programs.audits.modules import module_costs
+from shardrules.programs.audits.movement import Movement
 from shardrules.programs.audits.report import AuditedArray, AuditReport
+from shardrules.programs.audits.timing import Timing
 from shardrules.programs.compiled.collectives import find_collectives
 from shardrules.programs.compiled.flops import find_matmuls, flops_by_dtype
 from shardrules.programs.compiled.kernel_costs import KernelCost, KernelFacts, read_kernel_costs
@@ -108,49 +111,43 @@ def audit_request(
     program = read_program(result.compiled.text)
     kernel_facts = KernelFacts(costs, find_kernel_calls(result.compiled.jaxpr))
     matmuls = find_matmuls(program, kernel_facts)
-    facts = AuditFacts(
-        result.compiled,
-        program,
-        result.arguments.arrays,
-        result.roles,
-        find_collectives(program, result.mesh, target),
-        matmuls,
-        mesh_sizes(result.mesh),
-        sheet,
-        kernel_facts,
-    )
-    schedule = facts.schedule
+    sizes = mesh_sizes(result.mesh)
+    arguments = AuditedArguments(result.compiled, program, result.arguments.arrays, result.roles, sizes)
+    function = TracedFunction(result.compiled, sizes, matmuls, program.device_count)
+    timing = Timing(program, find_collectives(program, result.mesh, target), matmuls, sheet)
+    schedule = timing.schedule
     return AuditReport(
         name=name_of(request.fn),
         target=target,
         hardware=sheet,
         mesh=mesh_text(result.mesh),
         device_count=result.mesh.size,
-        arrays=_audited_arrays(facts),
+        arrays=_audited_arrays(arguments),
         collectives=tuple(
-            attrs.evolve(collective, arguments=facts.paths_of(collective.arguments)) for collective in facts.collectives
+            attrs.evolve(collective, arguments=arguments.paths_of(collective.arguments))
+            for collective in timing.collectives
         ),
-        modules=module_costs(facts.collectives, matmuls),
-        memory=facts.memory,
+        modules=module_costs(timing.collectives, matmuls),
+        memory=arguments.memory,
         flops_by_dtype=tuple(flops_by_dtype(matmuls).items()),
-        model_flops=facts.model_flops,
+        model_flops=function.flops,
         time=schedule.time,
         lines=schedule.lines,
-        findings=run_checks(facts),
+        findings=run_checks(Movement(program, arguments, function, timing), kernel_facts),
         compile_seconds=result.seconds,
         hlo_text=result.compiled.text,
         kernel_seconds=tuple(
             (kernel.name, kernel_seconds(kernel, sheet))
-            for kernel in facts.kernels
+            for kernel in timing.kernels
             if kernel.names or any(matmul.origin != "library" for matmul in kernel.matmuls)
         ),
         timeline=attrs.evolve(schedule.timeline, name=f"{name_of(request.fn)} on {target}"),
     )
 
 
-def _audited_arrays(facts: AuditFacts) -> tuple[AuditedArray, ...]:
+def _audited_arrays(arguments: AuditedArguments) -> tuple[AuditedArray, ...]:
     # An alias is a result that the compiler writes over an argument: only then has donation saved memory.
-    arguments = (
+    inputs = (
         AuditedArray(
             array.path,
             array.shape,
@@ -159,10 +156,10 @@ def _audited_arrays(facts: AuditFacts) -> tuple[AuditedArray, ...]:
             "" if array.spec is None else spec_repr(array.spec),
             spec_text(sharding),
             size,
-            array_index in facts.aliased,
+            array_index in arguments.aliased,
         )
-        for array_index, (array, role, sharding, size) in enumerate(
-            zip(facts.arguments, facts.roles, facts.compiled.argument_shardings, facts.device_bytes, strict=True)
+        for array_index, ((array, role, sharding), size) in enumerate(
+            zip(arguments, arguments.device_bytes, strict=True)
         )
     )
     results = (
@@ -175,6 +172,6 @@ def _audited_arrays(facts: AuditFacts) -> tuple[AuditedArray, ...]:
             spec_text(array.sharding),
             output.nbytes,
         )
-        for array, output in zip(facts.compiled.results, facts.program.outputs, strict=True)
+        for array, output in zip(arguments.compiled.results, arguments.program.outputs, strict=True)
     )
-    return (*arguments, *results)
+    return (*inputs, *results)

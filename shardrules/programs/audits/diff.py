@@ -1,4 +1,4 @@
-"""What has changed between two audit reports."""
+"""The changes between two audit reports."""
 
 import functools
 from collections.abc import Iterable, Mapping
@@ -66,7 +66,7 @@ class ArrayChange:
 @final
 @attrs.frozen(repr=False)
 class AuditDiff:
-    """What has changed between two audit reports. It is false when nothing has, and prints as a list.
+    """The changes between two audit reports. It is false without any, and prints as a list.
 
     `old` and `new` are the function, target and mesh of each report. `appeared` are the findings that only the new
     report has, `vanished` those that only the old one has.

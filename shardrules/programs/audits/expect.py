@@ -1,4 +1,4 @@
-"""What the tests of a project expect of its plans and audits: golden plans, collectives, and room in memory.
+"""Expectations of the tests of a project for its plans and audits: golden plans, collectives, and room in memory.
 
 Expectations are in the test, or in a file beside it. A file is written only with `update=True`.
 """
@@ -32,17 +32,17 @@ from shardrules.core.source import short_line, user_line
 from shardrules.core.spec import spec_repr
 from shardrules.core.storage.files import write_text
 from shardrules.mesh.shape import mesh_shape
-from shardrules.programs.audits.memory import MEMORY_REMEDIES
+from shardrules.programs.audits.memory import usable_bytes
 from shardrules.programs.audits.report import AuditReport
+from shardrules.programs.audits.text import layers_text
 from shardrules.programs.compiled.collectives import Collective, array_text
 from shardrules.programs.machine.measured import KINDS
 
 _LIMITS = ("runs", "wire_bytes", "max_runs", "max_wire_bytes")
-"""What the value of a key may limit, exactly or with `max_` at most."""
+"""The counts that the value of a key may limit, exactly or with `max_` at most."""
 
 _MAX_CAUSES = 3
-"""How many of the collectives or arguments that cost most an error lists. With 6 it would fill the screen of a failed
-test; the report itself has all of them."""
+"""The collectives or arguments that an error lists, by cost; chosen by hand. The report has all of them."""
 
 
 def assert_plan_matches(plan: ShardingPlan, file: Path | str, *, update: bool = False, strict: bool = False) -> None:
@@ -102,8 +102,7 @@ def _reworded_leaves(golden: ShardingPlan, plan: ShardingPlan, changed_paths: Se
         if old != new:
             groups.setdefault((template(path), old, new), []).append(path)
     for (_, old, new), paths in groups.items():
-        times = f"  x{len(paths)}" if len(paths) > 1 else ""
-        yield printable(f"{functools.reduce(common_path, paths)}{times}  {old} -> {new}")
+        yield printable(f"{layers_text(paths)}  {old} -> {new}")
 
 
 def assert_collectives(
@@ -241,7 +240,7 @@ def _causes(collectives: Iterable[Collective]) -> Iterator[str]:
 
 
 def _read_limits(expected: Any, axes: Sequence[str], source: str) -> dict[tuple[str, str], _Limit]:
-    """What is expected, by kind and axes. One error lists all invalid keys and values."""
+    """The limits by kind and axes. One error lists all invalid keys and values."""
     if not isinstance(expected, Mapping):
         raise ConfigTypeError(
             f"the expected collectives{source} must be a mapping from strings to numbers, got {expected!r:.80}"
@@ -318,21 +317,18 @@ def assert_fits(report: AuditReport, budget: float | str | None = None, *, reser
     __tracebackhide__ = True
     reserved, capacity = read_bytes("reserve", reserve), report.hardware.memory_bytes
     available = capacity if budget is None else read_bytes("budget", budget)
-    if reserved > available:
-        raise ConfigError(f"reserve is {bytes_text(reserved)}, more than the available {bytes_text(available)}")
-    peak, usable = report.peak_bytes, available - reserved
+    peak, usable = report.peak_bytes, usable_bytes(available, reserved)
     if peak <= usable:
         return
     available_text = f"{bytes_text(available)} of {'the budget' if budget is not None else report.hardware.name}"
     room = f"the {bytes_text(usable)} left of {available_text}" if reserved else f"the {available_text}"
-    shares = sorted(report.memory.shares().items(), key=lambda item: -item[1])
     where, excess = f"{report.name} on {report.target}, mesh {report.mesh}", peak - usable
     need = f"a device needs {bytes_text(peak)}, {bytes_text(excess)} ({_count(excess, 'byte')}) more than {room}"
     lines = [
         f"{where}, does not fit: {need}",
-        ", ".join(f"{name} {bytes_text(size)} ({size / peak:.0%})" for name, size in shares if size),
+        report.memory.shares_text(),
         *_largest_arguments(report),
-        f"  -> {MEMORY_REMEDIES[shares[0][0]]}",
+        f"  -> {report.memory.remedy}",
     ]
     raise ExpectationError("\n  ".join(lines))
 
@@ -347,9 +343,8 @@ def _largest_arguments(report: AuditReport) -> Iterator[str]:
     order = sorted(groups.items(), key=lambda item: -sum(size for _, size in item[1]))
     yield from ["largest arguments:"] if order else []
     for (_, text), group in order[:_MAX_CAUSES]:
-        times = f"  x{len(group)}" if len(group) > 1 else ""
-        path = functools.reduce(common_path, (path for path, _ in group))
-        yield f"  {bytes_text(sum(size for _, size in group))}: {printable(path)}{times}  {text}"
+        layers = printable(layers_text([path for path, _ in group]))
+        yield f"  {bytes_text(sum(size for _, size in group))}: {layers}  {text}"
 
 
 def _read_golden(file: Path | str, accept: str) -> str:

@@ -23,18 +23,16 @@ from shardrules.core.fields import integer, read_bytes
 from shardrules.core.spec import UNCONSTRAINED, entries
 from shardrules.core.tree import array_kind
 from shardrules.core.views.table import aligned
-from shardrules.mesh.creation import AxisTypes
-from shardrules.programs.audits.memory import MEMORY_REMEDIES, MemoryUse, memory_use
+from shardrules.mesh.axis_types import AxisTypes
+from shardrules.programs.audits.memory import MemoryUse, memory_use, usable_bytes
 from shardrules.programs.compiled.program import read_program
 from shardrules.programs.compiling.arguments import read_arguments
 from shardrules.programs.compiling.request import CompileOptions, CompileRequest
 from shardrules.programs.machine.targets import Target
 
 _MAX_GROWTH = 16
-"""How many times the largest size that fits the next one may be.
-
-The memory of small batches is mostly weights, and says little about large ones. With 32 a first guess may be
-so far off that a compiler takes minutes for it; with 8 a search from 1 to thousands needs one more compile."""
+"""The next size is at most so many times the largest that fits. Chosen by hand: the memory of small batches is mostly
+weights, and says little about large ones, for which a compiler may take minutes."""
 
 _MAX_BATCH = 2**40
 """No batch is this large: if it fits, memory does not depend on the batch, and the search would never end."""
@@ -43,7 +41,7 @@ _MAX_BATCH = 2**40
 @final
 @attrs.frozen
 class Fit:
-    """Whether a function fits a device, and by how much. It is true if it fits.
+    """The memory of a function beside that of a device. It is true if the function fits.
 
     ```python
     fit = sr.fits(lambda x: x + 1, np.ones((64, 16), np.float32), budget="1 KiB", mesh=sr.mesh_shape("data:8"))
@@ -56,7 +54,7 @@ class Fit:
     mesh: str
     budget_bytes: int
     peak_bytes: int | None
-    """What a device needs. If the compiler refuses, its rounded figure, or `None`."""
+    """The memory that a device needs. If the compiler refuses, its rounded figure, or `None`."""
     memory: MemoryUse | None = None
     """The same by category; `None` if the compiler refuses."""
     refusal: str = ""
@@ -67,7 +65,7 @@ class Fit:
 
     @property
     def headroom_bytes(self) -> int | None:
-        """What is to spare, or missing if negative. `None` if the compiler refuses: no budget helps there."""
+        """The memory to spare, or missing if negative. `None` if the compiler refuses: no budget helps there."""
         return None if self.memory is None else self.budget_bytes - self.memory.peak_bytes
 
     def __str__(self) -> str:
@@ -76,20 +74,11 @@ class Fit:
             return f"{where} does not fit: {self.refusal}"
         need = f"a device needs {bytes_text(self.memory.peak_bytes)} of {bytes_text(self.budget_bytes)}"
         if self:
-            return f"{where} fits: {need}, {bytes_text(self.headroom_bytes)} to spare\n  {_shares_text(self.memory)}"
+            return f"{where} fits: {need}, {bytes_text(self.headroom_bytes)} to spare\n  {self.memory.shares_text()}"
         return (
             f"{where} does not fit: {need}, {bytes_text(-self.headroom_bytes)} too much\n"
-            f"  {_shares_text(self.memory)}\n  -> {MEMORY_REMEDIES[_largest_share(self.memory)]}"
+            f"  {self.memory.shares_text()}\n  -> {self.memory.remedy}"
         )
-
-
-def _shares_text(memory: MemoryUse) -> str:
-    order = sorted(memory.shares().items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {bytes_text(size)} ({size / memory.peak_bytes:.0%})" for name, size in order if size)
-
-
-def _largest_share(memory: MemoryUse) -> str:
-    return max(memory.shares().items(), key=lambda item: item[1])[0]
 
 
 @final
@@ -138,8 +127,8 @@ def _trials_table(trials: Sequence[tuple[int, Fit]]) -> list[str]:
         peak, spare, most = "" if fit.peak_bytes is None else bytes_text(fit.peak_bytes), "", "the compiler refuses"
         if fit.memory is not None and fit.headroom_bytes is not None:
             spare = bytes_text(fit.headroom_bytes)
-            share = max(fit.memory.shares().values()) / max(fit.memory.peak_bytes, 1)
-            most = f"{_largest_share(fit.memory)} {share:.0%}"
+            name, nbytes = fit.memory.largest_share
+            most = f"{name} {nbytes / max(fit.memory.peak_bytes, 1):.0%}"
         rows.append((f"{batch:,}", peak, spare, "yes" if fit else "no", most))
     return aligned(rows, (0, 1, 2))
 
@@ -318,7 +307,6 @@ class _Trials:
 
 
 def _budget_bytes(target: Target, budget: float | str | None, reserve: float | str) -> int:
-    reserved = read_bytes("reserve", reserve)
     # The CPU's sheet is for modelled times; its memory is a placeholder.
     if budget is None and target.platform == "cpu":
         raise HardwareError(
@@ -326,9 +314,7 @@ def _budget_bytes(target: Target, budget: float | str | None, reserve: float | s
             "as budget='40 GiB', or a target with a chip, such as 'cuda:h100:8'"
         )
     available = target.hardware.memory_bytes if budget is None else read_bytes("budget", budget)
-    if reserved > available:
-        raise ConfigError(f"reserve is {bytes_text(reserved)}, more than the available {bytes_text(available)}")
-    return available - reserved
+    return usable_bytes(available, read_bytes("reserve", reserve))
 
 
 def _mesh_of(mesh: AnyMesh | None, plan: Any, args: Callable[[], tuple[Any, ...]]) -> AnyMesh:

@@ -1,4 +1,4 @@
-"""What one device needs for a compiled program, by what it is for."""
+"""The memory that one device needs for a compiled program, by purpose."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,6 +6,8 @@ from typing import final, get_args
 
 import attrs
 
+from shardrules.core.check import bytes_text
+from shardrules.core.errors import ConfigError
 from shardrules.programs.compiled.program import CompiledProgram
 from shardrules.programs.compiled.text import HOST_MEMORY
 from shardrules.programs.compiling.arguments import Argument
@@ -13,9 +15,9 @@ from shardrules.programs.compiling.compile import Compiled
 from shardrules.programs.compiling.roles import BATCH, PARAMETERS, STATE, Role
 
 _ARGUMENT = re.compile(r"args\[(\d+)\]")
-"""How JAX names the parameters of a function that takes `*args`, as the compiled functions here do."""
+"""The name that JAX gives to parameters of a function that takes `*args`, as the compiled functions here do."""
 
-MEMORY_REMEDIES = {
+_REMEDIES = {
     "parameters": "Split the parameters over more axes, or over a larger mesh",
     "optimizer state": "Split the optimizer's state as the parameters are, or over more axes",
     "batch": "Make the batch smaller, or split it over more axes",
@@ -23,13 +25,13 @@ MEMORY_REMEDIES = {
     "outputs": "Donate the arguments that results replace (donate_argnums)",
     "temporaries": "Make the batch smaller, split activations, or recompute them (jax.checkpoint)",
 }
-"""What to do where a category of memory is too large."""
+"""Remedies for categories of memory that are too large."""
 
 
 @final
 @attrs.frozen
 class MemoryUse:
-    """What one device needs for a program, by what it is for. It adds up to what the compiler reports.
+    """The memory that one device needs for a program, by purpose. It adds up to the compiler's own figure.
 
     ```python
     assert sr.reports.MemoryUse(8, 16, 4, 0, 2, 10).peak_bytes == 40
@@ -40,7 +42,7 @@ class MemoryUse:
     state_bytes: int
     batch_bytes: int
     padding_bytes: int
-    """What the layouts of the arguments add: TPUs pad arrays to tiles."""
+    """The padding in the layouts of the arguments: TPUs pad arrays to tiles."""
     outputs_bytes: int
     """The results that are not written over arguments."""
     temporaries_bytes: int
@@ -55,11 +57,33 @@ class MemoryUse:
         """Returns the bytes of each category, by the name that is printed."""
         return dict(zip((*get_args(Role), "padding", "outputs", "temporaries"), attrs.astuple(self), strict=True))
 
+    @property
+    def largest_share(self) -> tuple[str, int]:
+        """The largest category by its name, and its bytes."""
+        return max(self.shares().items(), key=lambda item: item[1])
+
+    @property
+    def remedy(self) -> str:
+        """A remedy for the largest category."""
+        return _REMEDIES[self.largest_share[0]]
+
+    def shares_text(self) -> str:
+        """Returns the categories with their bytes and shares, the largest first."""
+        order = sorted(self.shares().items(), key=lambda item: -item[1])
+        return ", ".join(f"{name} {bytes_text(size)} ({size / self.peak_bytes:.0%})" for name, size in order if size)
+
+
+def usable_bytes(available: int, reserve: int) -> int:
+    """Returns the available bytes less a reserve; a larger reserve is a `ConfigError`."""
+    if reserve > available:
+        raise ConfigError(f"reserve is {bytes_text(reserve)}, more than the available {bytes_text(available)}")
+    return available - reserve
+
 
 def memory_use(
     compiled: Compiled, program: CompiledProgram, arguments: Sequence[Argument], roles: Sequence[Role]
 ) -> MemoryUse:
-    """Returns what one device needs; `program` was read from the text of `compiled`."""
+    """Returns the memory that one device needs; `program` was read from the text of `compiled`."""
     by_role = dict.fromkeys(get_args(Role), 0)
     for size, role in zip(argument_bytes(compiled, program, arguments), roles, strict=True):
         by_role[role] += size

@@ -1,4 +1,4 @@
-"""What each module of a model costs: FLOPs and bytes on the wire, by the scopes that JAX names operations with.
+"""The costs of each module of a model: FLOPs and bytes on the wire, by the scopes that JAX names operations with.
 
 Flax, the layers of Equinox and `jax.named_scope` put names into the path of an operation. Where these say little, the
 function around the line of code is used.
@@ -27,7 +27,7 @@ _PLUMBING = re.compile(
 @final
 @attrs.frozen
 class ModuleCost:
-    """What a module costs on one device in one call: FLOPs of matmuls, wire bytes and runs of collectives.
+    """The costs of a module on one device in one call: FLOPs of matmuls, wire bytes and runs of collectives.
 
     `path` is the scopes around it, `"Model/MLP/Linear"`, or the name of a function.
     """

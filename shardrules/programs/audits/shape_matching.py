@@ -1,4 +1,4 @@
-"""Whether an array of a compiled program may be a certain array of the function, by its shape alone.
+"""Matches arrays of a compiled program with arrays of the function, by their shapes alone.
 
 Names do not survive a compiler. Shapes nearly do: compilers transpose arrays, drop dimensions of size 1, and merge
 several dimensions into one. All of that matches here. Equal element counts alone do not: among powers of two they are
@@ -47,7 +47,7 @@ class ShapeSet:
         return cls({size: tuple(distinct) for size, distinct in by_size.items()})
 
     def matches(self, shape: Iterable[int], *, split_dims: bool = False) -> bool:
-        """Whether an array of `shape` may be one of these, transposed, or with dimensions merged.
+        """Returns whether an array of `shape` may be one of these, transposed, or with dimensions merged.
 
         `split_dims`: dimensions may be split instead, too.
         """
@@ -58,12 +58,12 @@ class ShapeSet:
         )
 
     def matches_size(self, shape: Iterable[int]) -> bool:
-        """Whether one of these has as many elements as `shape`."""
+        """Returns whether one of these has as many elements as `shape`."""
         return math.prod(shape) in self.by_size
 
 
 def _merges(many: Dims, few: Dims) -> bool:
-    """Whether products of `many`, each used once, are `few`. Both have the same product."""
+    """Tries to multiply `many`, each used once, to `few`. Both have the same product."""
     if many == few or len(few) <= 1:
         return True
     if len(few) >= len(many):

@@ -1,4 +1,4 @@
-"""How the report of an audit prints: its tables, in the order of what costs most."""
+"""The tables of an audit's report, each with its largest costs first."""
 
 import functools
 from collections.abc import Sequence
@@ -18,11 +18,10 @@ from shardrules.programs.costs.step_time import seconds_text
 _MAX_COLLECTIVES = 10
 _MAX_MODULES = 12
 _MAX_LINES = 10
-"""How many rows the tables of collectives, modules and lines have: the whole report fits a screen. The rest is in the
-report's attributes and on its page; half as many rows would leave out what a usual model has."""
+"""The rows of the tables of collectives, modules and lines, chosen by hand: the whole report fits a screen."""
 
 _SHADOWED = 0.01
-"""From which part of the step on the critical path is listed: less would not change what to look at first."""
+"""The part of the step from which on the critical path is listed. Chosen by hand."""
 
 
 def count_text(count: float) -> str:
@@ -160,15 +159,17 @@ def lines_table(lines: Sequence[LineTime]) -> list[str]:
     return aligned(table, tuple(range(len(columns) - 1 - (columns[-1] == 8))))
 
 
+def layers_text(paths: Sequence[str]) -> str:
+    """Returns the path that equal layers have in common, with their count."""
+    return functools.reduce(common_path, paths) + (f"  x{len(paths)}" if len(paths) > 1 else "")
+
+
 def arrays_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Returns the lines of a table of arrays from their paths and other columns; equal layers are one row."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for path, *rest in rows:
         groups.setdefault((template(path), *rest), []).append(path)
-    grid = [
-        (f"{functools.reduce(common_path, paths)}{f'  x{len(paths)}' if len(paths) > 1 else ''}", *rest)
-        for (_, *rest), paths in groups.items()
-    ]
+    grid = [(layers_text(paths), *rest) for (_, *rest), paths in groups.items()]
     return aligned([("array", "shape", "dtype", "role", "requested", "compiled", "donated"), *grid])
 
 

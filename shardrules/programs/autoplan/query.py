@@ -31,19 +31,6 @@ from shardrules.programs.autoplan.traced.program import TracedProgram, read_jaxp
 from shardrules.programs.compiling.arguments import argument_names
 from shardrules.programs.machine.hardware import Hardware
 
-_RESERVE = 0.1
-"""The part of a device's memory that plans leave free by default: what the runtime, the compiler's scratch space and
-fragmentation take. Halved, plans near the limit fail on the device; doubled, memory that is there is not used."""
-
-_SAME_PEAK = 0.01
-"""Where nothing fits, peaks that differ by no more count as the same. With none, plans take twice the time for less
-than the model can tell apart; with much more, larger plans are taken than those that may fit once compiled."""
-
-
-_ANSWERING = 0.2
-"""How long it takes to end a search and to answer, as a part of the time that reading takes. With half of it, limits of
-a few times that are missed by more than a tenth; doubled, searches lose time that they have."""
-
 
 @final
 @attrs.frozen
@@ -85,11 +72,12 @@ class Query:
 
     def search(self, deadline: Deadline) -> SearchResult:
         """Finds the best choice that fits; where none is found, the cheapest hardly larger than the smallest."""
-        result = search_within(self.task, self.limit_bytes, deadline.earlier(_ANSWERING * self.read_seconds))
+        # Ending a search and answering takes a fifth of the time of reading, chosen by hand.
+        result = search_within(self.task, self.limit_bytes, deadline.earlier(0.2 * self.read_seconds))
         if result.fits or not result.met:
             return result
         peaks = {trial.choice: self.task.compiled_peak(trial.choice) for trial in result.met}
-        most = (1 + _SAME_PEAK) * min(peaks.values())
+        most = 1.01 * min(peaks.values())  # the model of memory cannot tell more
         return self.task.with_choice(result, next(choice for choice, peak in peaks.items() if peak <= most))
 
     def plan(self, result: SearchResult) -> AutoPlan:
@@ -149,7 +137,10 @@ def _check_possible(
 
 def memory_limit(requested: int | str | None, hardware: Hardware) -> int:
     """Returns the most memory that a device may use: as requested, or its memory less the reserve."""
-    return int(hardware.memory_bytes * (1 - _RESERVE)) if requested is None else read_bytes("memory_limit", requested)
+    if requested is not None:
+        return read_bytes("memory_limit", requested)
+    # A tenth, chosen by hand, is left to the runtime, the compiler's scratch space and fragmentation.
+    return int(hardware.memory_bytes * 0.9)
 
 
 def check_time_limit(seconds: float) -> None:

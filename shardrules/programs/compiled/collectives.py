@@ -32,7 +32,7 @@ class Collective:
     """One collective of a compiled program, as one device takes part in it. Bytes are for each time that it runs."""
 
     kind: str
-    """What it does, as XLA writes it: `"all-gather"`, `"reduce-scatter"`."""
+    """The kind, as XLA writes it: `"all-gather"`, `"reduce-scatter"`."""
 
     axes: tuple[str, ...] | None
     """The mesh axes that each group spans completely, in mesh order; empty where every group is a single device. `None`
@@ -42,22 +42,23 @@ class Collective:
     """The mesh axes along which devices of a group differ, at least in part."""
 
     group_size: int
-    """How many devices the largest group has."""
+    """The number of devices in the largest group."""
 
     arrays: tuple[ArrayType, ...]
     """The types of the results. A compiler may combine several collectives into one, and may concatenate their arrays
     for it; these are the separate arrays. The result of an `all-to-all` may be one array in pieces."""
 
     payload_bytes: int
-    """What an all-gather brings together on a device, and what any other collective takes in. For `ragged-all-to-all`
-    the size of the smaller buffer, of what is sent and of what comes, which need not be full."""
+    """The bytes that an all-gather brings together on a device, or that any other collective takes in. For
+    `ragged-all-to-all` the size of the smaller of two buffers, the one sent and the one received, which need not be
+    full."""
 
     wire_bytes: int
-    """What a device sends in a ring of `n` devices: `(n - 1) / n` of the payload, twice that for an all-reduce, and all
-    of the payload for a `collective-permute` that sends at all."""
+    """The bytes that a device sends in a ring of `n` devices: `(n - 1) / n` of the payload, twice that for an
+    all-reduce, and all of the payload for a `collective-permute` that sends at all."""
 
     times: Times
-    """How often it runs."""
+    """The number of runs in one call of the program."""
 
     computation: str
     """The computation that it is in."""
@@ -75,28 +76,29 @@ class Collective:
     """For each array the path of the program's argument that it is, or is a part of; empty for computed arrays."""
 
     between_slices: bool = False
-    """Whether it goes over the network between TPU slices. An axis that spans several slices has collectives inside the
-    slices, and others between them."""
+    """It goes over the network between TPU slices. An axis that spans several slices has collectives inside the slices,
+    and others between them."""
 
     host_count: int = 1
-    """How many hosts of GPUs, or slices of TPUs, a group spans at most; 1 without a target. A `collective-permute`
-    spans 2 if any device sends to another host."""
+    """The most hosts of GPUs, or slices of TPUs, that a group spans; 1 without a target. A `collective-permute` spans 2
+    if any device sends to another host."""
 
     torus_dims: int = 0
     """Along how many dimensions of the torus of a TPU slice the devices of a group differ at most; 0 without a torus or
     a target."""
 
     open_dims: int = 0
-    """How many of these dimensions do not close to a ring."""
+    """The number of these dimensions that do not close to a ring."""
 
     chip_devices: int = 1
-    """How many devices of a group share a chip at most."""
+    """The most devices of a group that share a chip."""
 
     torus_along: tuple[int, ...] = ()
     """The dimensions of that torus along which the devices of any group differ."""
 
     torus_ways: tuple[int, ...] = ()
-    """Which way a permute sends along each of them: 1 up, -1 down, 0 both. Empty for other kinds, which send both."""
+    """The direction in which a permute sends along each of them: 1 up, -1 down, 0 both. Empty for other kinds, which
+    send both."""
 
     @property
     def source(self) -> Source | None:
@@ -105,7 +107,7 @@ class Collective:
 
     @property
     def total_wire_bytes(self) -> int:
-        """What a device sends in one call of the program."""
+        """The bytes that a device sends in one call of the program."""
         return self.wire_bytes * self.times.count
 
     @property
@@ -186,7 +188,7 @@ def _totals(collectives: Iterable[Collective], key: Callable[[Collective], str])
 
 
 def _kind(instruction: Instruction) -> str:
-    """What a collective does; empty for other instructions. Some are written as a send and a receive."""
+    """The kind of a collective; empty for other instructions. Some are written as a send and a receive."""
     # A send to the host is neither: it has no pairs and no transfer type.
     if instruction.op == "send":
         is_permute = sent_pairs(instruction) is not None
@@ -216,7 +218,7 @@ def _starts(program: CompiledProgram) -> Iterator[tuple[Computation, Instruction
 
 
 def channel(instruction: Instruction) -> tuple[str | None, ...]:
-    """What tells a collective from others: its copies, as TPUs print them, have the same channel."""
+    """The identity of a collective: its copies, as TPUs print them, have the same channel."""
     names = ("channel_id", "frontend_attributes")
     return (_kind(instruction), *(instruction.attributes.get(name) for name in names))
 
@@ -280,7 +282,7 @@ def _wire_bytes(kind: str, payload_bytes: int, size: int) -> int:
 
 
 def _data_count(instruction: Instruction) -> int:
-    """How many operands are moved. The others of a ragged all-to-all say where to; a send also takes a token."""
+    """The number of operands that are moved. Others of a ragged all-to-all say where to; a send also takes a token."""
     return 1 if instruction.op.startswith(("ragged", "send")) else len(instruction.operands)
 
 

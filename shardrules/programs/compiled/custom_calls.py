@@ -1,4 +1,4 @@
-"""What custom calls compute: libraries by their configuration, kernels by estimate or by formula.
+"""The work of custom calls: libraries by their configuration, kernels by estimate or by formula.
 
 The user's `kernel_cost` comes first, then the estimate of a kernel's author, then the formulas for kernels that JAX
 itself has: they carry no estimate, and their names and operands are stable.
@@ -31,52 +31,51 @@ _OF_COMPILERS = (
     *("__cublas", "__cudnn", "__onednn", "__cub$", "cublas", "__gpu$TopK", "TopK", "ApproxTopK", "PartialReduce"),
     *("SliceToDynamic", "PadToStatic", "GatherScatterIndicesBitpacked", "X64"),
 )
-"""How targets begin that compilers put in for operations of their own, after these were split."""
+"""Beginnings of the targets that compilers put in for operations of their own, after these were split."""
 
 _SUFFIX = re.compile(r"(\.(\d+|clone|remat\d*))+$")
-"""What XLA appends to a name to make it unique."""
+"""The suffix by which XLA makes a name unique."""
 
 _CONFIG_NAME = re.compile(r'\bname ?= ?"([^"]+)"')
 """The name of a kernel in the configuration of a Triton call, which is not JSON."""
 
 _CUDNN_TILE = 128
-"""The rows and columns of a block of scores in cuDNN's attention. With half as many, a causal kernel computes fewer
-scores beyond the diagonal: 3 % fewer at a length of 2,048."""
+"""The rows and columns of a block of scores in cuDNN's attention."""
 
 
 @final
 @attrs.frozen
 class CallCost:
-    """What a custom call computes each time it runs."""
+    """The work of one run of a custom call."""
 
     flops: int
     products: tuple[Product, ...] = ()
     """The matmuls that the FLOPs are; empty where only their number is known."""
     nbytes: int | None = None
-    """What it reads and writes, where that is not all of its operands and results."""
+    """The bytes read and written, if not all operands and results."""
     origin: Origin = "library"
     is_masked: bool = False
-    """Whether it is attention that leaves scores out."""
+    """It is attention that leaves scores out."""
 
 
 def may_be_matmul(instruction: Instruction) -> bool:
-    """Whether a custom call may be a matmul: a library for them, or a kernel that a user wrote."""
+    """It is from a library for matmuls, or a kernel that a user wrote."""
     return _KERNEL.match(instruction.custom_call_target) is not None
 
 
 def is_black_box(instruction: Instruction) -> bool:
-    """Whether it is a kernel that XLA does not know, and cannot split: one of Pallas, or of another library."""
+    """It is a kernel that XLA does not know and cannot split: one of Pallas, or of another library."""
     target = instruction.custom_call_target
     return bool(target) and not NO_WORK.match(target) and not target.startswith(_OF_COMPILERS)
 
 
 def is_callback(instruction: Instruction) -> bool:
-    """Whether it calls back to Python: `jax.pure_callback` and the like."""
+    """It calls back to Python: `jax.pure_callback` and the like."""
     return "callback" in instruction.custom_call_target
 
 
 def kernel_names(instruction: Instruction) -> tuple[str, ...]:
-    """Returns the names of a kernel: its own, that of its JAX operation, and the target of its custom call.
+    """Returns the names of a kernel: its own, its JAX operation's, and the target of its custom call.
 
     ```python
     from shardrules.programs.compiled.custom_calls import kernel_names
@@ -94,7 +93,7 @@ def kernel_names(instruction: Instruction) -> tuple[str, ...]:
 
 
 def names_of(computation: Computation, instruction: Instruction, facts: KernelFacts) -> tuple[str, ...]:
-    """The names of a kernel, that of the function first if JAX knows it and the program does not."""
+    """The names of a kernel, with the function's name first if JAX knows it and the program does not."""
     call = _call_of(computation, instruction, facts)
     return tuple(dict.fromkeys([*([] if call is None else [call.name]), *kernel_names(instruction)]))
 
@@ -133,19 +132,20 @@ def _formula_products(
 
 
 def _call_of(computation: Computation, instruction: Instruction, facts: KernelFacts) -> KernelCall | None:
-    """What JAX knows of a kernel, found by its shapes and its name; by its shapes alone if no other has them."""
     if not facts.calls or not may_be_matmul(instruction):
         return None
     shapes = tuple(operand.shape for operand in computation.operand_types(instruction))
     results = tuple(result.shape for result in instruction.types)
+    # A program may lack the name of a kernel: its shapes are enough if no other kernel has them.
     same = [call for call in facts.calls if call.results == results and call.operands == shapes]
     named = [call for call in same if call.name in kernel_names(instruction)]
     candidates = named or (same if len(same) == 1 else [])
+    # Of several calls with other masks the one that computes most: no cost is then too small.
     return max(candidates, key=lambda call: call.block_count or 0, default=None)
 
 
 def _library_cost(computation: Computation, instruction: Instruction) -> CallCost | None:
-    """What a library call computes: each library describes its matmuls in a configuration of its own."""
+    """The work of a library call: each library describes its matmuls in a configuration of its own."""
     target, config = instruction.custom_call_target, instruction.backend_config
     makers = [computation.by_name[name] for name in instruction.operands]
     operands = [maker.types[0] for maker in makers if maker.types]
@@ -200,9 +200,9 @@ def _cudnn_attention(target: str, config: Mapping[str, Any], query: ArrayType) -
 def masked_attention(
     count: int, lengths: tuple[int, int], head_sizes: tuple[int, int], mask_type: str, window: int, phase: str
 ) -> tuple[tuple[Product, ...], bool]:
-    """Returns the matmuls of cuDNN's attention, and whether a mask leaves scores out.
+    """Returns the matmuls of cuDNN's attention, with `True` if a mask leaves scores out.
 
-    `lengths` are those of queries and keys, `head_sizes` those of keys and values.
+    `lengths` are of queries and keys, `head_sizes` of keys and values.
     """
     rows, columns = lengths
     blocks = _cudnn_blocks(mask_type, rows, columns, window)
@@ -213,8 +213,8 @@ def masked_attention(
 
 
 def _cudnn_blocks(mask_type: str, rows: int, columns: int, window: int) -> int | None:
-    """How many blocks of scores a causal kernel computes: those with a score at or below the diagonal, and in the
-    window. `None` without such a mask. The lengths behind a padding mask are data: it counts as full."""
+    """The number of blocks that a causal kernel computes: all with a score at or below the diagonal, and in the window.
+    `None` without such a mask. The lengths behind a padding mask are data: it counts as full."""
     if "CAUSAL" not in mask_type and not window:
         return None
     count = 0
@@ -228,7 +228,7 @@ def _cudnn_blocks(mask_type: str, rows: int, columns: int, window: int) -> int |
 def _attention(count: int, rows: int, columns: int, size: int, value_size: int, phase: str) -> tuple[Product, ...]:
     """The matmuls of `count` blocks of scores: queries with keys first, and for gradients that again.
 
-    The gradient of the queries takes that of the scores; those of keys and values take one more product each.
+    The gradient of the queries takes the gradient of the scores; keys and values take one more product each.
     """
     scores = Product(count, rows, columns, size)
     values = Product(count, rows, value_size, columns)
@@ -251,7 +251,7 @@ _Formula: TypeAlias = Callable[
 def _splash(
     match: re.Match[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
 ) -> tuple[Product, ...] | None:
-    """Splash attention: blocks of scores, of which a mask says which are computed.
+    """Splash attention: blocks of scores, some of them left out by a mask.
 
     Its operands are the mask's arrays, one entry for each block, then queries, keys and values as they are: by default
     [batch, heads, length, head size], without heads for the keys and values of "mqa".

@@ -36,17 +36,17 @@ class Matmul:
     """One matmul or convolution of a compiled program, as one device runs it."""
 
     op: str
-    """How the program writes it: `"dot"`, `"convolution"`, or the target of a custom call."""
+    """The operation, as the program writes it: `"dot"`, `"convolution"`, or the target of a custom call."""
 
     flops: int
     """Each time it runs."""
 
     dtype: str
-    """What is multiplied: the wider of two dtypes, unless the program names the dtype to multiply in."""
+    """The dtype that is multiplied: the wider of two dtypes, unless the program names the dtype to multiply in."""
 
     precision: str
-    """What the program requests: `"highest"`, `"dot_bf16_bf16_f32_x3"`. `"default"` leaves it to the hardware: TPUs
-    then multiply float32 in bfloat16."""
+    """The precision that the program requests: `"highest"`, `"dot_bf16_bf16_f32_x3"`. `"default"` leaves it to the
+    hardware: TPUs then multiply float32 in bfloat16."""
 
     times: Times
     computation: str
@@ -56,11 +56,11 @@ class Matmul:
     products: tuple[Product, ...] = ()
     """Its shapes; empty where only the number of FLOPs is known."""
     nbytes: int | None = None
-    """What a kernel reads and writes, where that is not all of its operands and results."""
+    """The bytes that a kernel reads and writes, if not all operands and results."""
     origin: Origin = "library"
     """Who says what it computes: the program, the author of a kernel, a formula for its name, or the user."""
     is_masked: bool = False
-    """Whether it is attention that leaves scores out."""
+    """It is attention that leaves scores out."""
 
     @property
     def total_flops(self) -> int:
@@ -108,9 +108,9 @@ def find_matmuls(program: CompiledProgram, facts: KernelFacts = _NO_FACTS) -> tu
 
 
 def uncounted_kernels(program: CompiledProgram, facts: KernelFacts = _NO_FACTS) -> tuple[Instruction, ...]:
-    """Finds the custom calls whose FLOPs nothing says: Pallas kernels, and calls of libraries such as cuSOLVER.
+    """Finds the custom calls without known FLOPs: Pallas kernels, and calls of libraries such as cuSOLVER.
 
-    A callback is not among them: its FLOPs are not those of the device.
+    A callback is not among them: the device does not run its FLOPs.
     """
     return tuple(
         instruction

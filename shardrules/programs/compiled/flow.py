@@ -1,13 +1,13 @@
-"""How often each computation of a program runs, and where its values come from.
+"""The calls between computations of a program, the number of runs of each, and the origins of values.
 
 A loop is an instruction that calls two computations, and hands a tuple from round to round:
 
     %body (s: (s32[], f32[8,8])) -> (s32[], f32[8,8]) { ... }
     %while.1 = (s32[], f32[8,8]) while(%init), condition=%cond, body=%body
 
-Both questions take the same walk back through a program: from a value through copies, casts, tuples, fusions and loops
-to the instruction that made it. It finds a loop's limit where the compiler does not print how often the loop runs, and
-the argument of the program that a collective moves.
+Counts and origins take the same walk back through a program: from a value through copies, casts, tuples, fusions and
+loops to the instruction that made it. It finds a loop's limit where the compiler does not print how often the loop
+runs, and the argument of the program that a collective moves.
 """
 
 import functools
@@ -45,7 +45,7 @@ LOOP_ROLES = ("body", "condition")
 @final
 @attrs.frozen
 class Times:
-    """How often something runs in one call of the program: `count`, loops included.
+    """The number of runs of something in one call of the program: `count`, loops included.
 
     Every branch of a conditional counts as taken, and `conditional` says so. A loop without a known number of rounds
     counts as one round, and `unknown` says so.
@@ -79,7 +79,7 @@ class CallSite:
 @final
 @attrs.frozen
 class Flow:
-    """How the computations of a program call each other, from `entry` on, and how values flow through them."""
+    """The calls between the computations of a program, from `entry` on, and the flow of values through them."""
 
     computations: tuple[Computation, ...] = attrs.field(repr=False)
     entry: str
@@ -101,7 +101,7 @@ class Flow:
 
     @functools.cached_property
     def trips(self) -> Mapping[str, int | None]:
-        """How many rounds each loop has, by the name of its instruction; `None` where that depends on data."""
+        """The rounds of each loop, by the name of its instruction; `None` if they depend on data."""
         trips: dict[str, int | None] = {}
         for computation in self.computations:
             for instruction in computation.instructions:
@@ -114,7 +114,7 @@ class Flow:
 
     @functools.cached_property
     def times(self) -> Mapping[str, Times]:
-        """How often each computation runs, by name; 0 times where nothing calls it."""
+        """The number of runs of each computation, by name; 0 if nothing calls it."""
         # HLO has no recursion, so callers can always come first.
         order = TopologicalSorter({name: [call.caller for call in calls] for name, calls in self.callers.items()})
         times: dict[str, Times] = {}
@@ -215,7 +215,7 @@ class Flow:
         return Value(calls[0].caller, loop.operands[0], value.index)
 
     def _is_unchanged(self, body: str, index: int) -> bool:
-        """Whether a loop's body returns element `index` of its state as it received it."""
+        """A loop's body returns element `index` of its state as it received it."""
         # `origin` would leave the body, and ask this about the same loop again.
         origin = self.in_round(Value(body, self.by_name[body].root, index))
         is_same_element = origin.computation == body and origin.index == index
@@ -248,7 +248,7 @@ class Flow:
         return None if start is None or not step else _rounds(start, end, step, direction)
 
     def _counter_step(self, body: str, index: int) -> int | None:
-        """What a loop's body adds to element `index` of its state in each round."""
+        """The step that a loop's body adds to element `index` of its state in each round."""
         origin = self.in_round(Value(body, self.by_name[body].root, index))
         instruction = self._instruction(origin)
         if instruction.op not in ("add", "subtract"):
@@ -276,9 +276,9 @@ _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE", "EQ": "
 
 
 def _rounds(start: int, end: int, step: int, direction: str) -> int | None:
-    """How many of `start, start + step, ...` come before the first that is not in this relation to `end`.
+    """The length of `start, start + step, ...` up to the first element that is not in this relation to `end`.
 
-    `None` where the relation holds until integers overflow.
+    `None` if the relation holds until integers overflow.
     """
     if not _RELATIONS[direction](start, end):
         return 0

@@ -1,4 +1,4 @@
-"""What the user and JAX know of kernels that the text of a compiled program does not say."""
+"""Facts that the user and JAX know about kernels and that the text of a compiled program does not say."""
 
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
@@ -42,7 +42,7 @@ def _is_name(instance: Any, attribute: Any, value: Any) -> None:
 @final
 @attrs.frozen
 class KernelCost:
-    """What a kernel costs each time a device runs it, from `shardrules.kernel_cost`.
+    """The cost of one run of a kernel on a device, from `shardrules.kernel_cost`.
 
     ```python
     cost = sr.kernel_cost("scan_*", flops=2 * 8 * 16, bytes=lambda x, w: 2 * x.size + 2 * w.size)
@@ -55,7 +55,7 @@ class KernelCost:
     bytes: Amount | None = attrs.field(default=None, converter=_as_amount, validator=_is_amount)
 
     def matches(self, names: Iterable[str]) -> bool:
-        """Whether it is for a kernel of any of these names."""
+        """Returns whether it is for a kernel of any of these names."""
         return any(fnmatch.fnmatchcase(name, self.name) for name in names)
 
     def amounts(self, operands: Iterable[ArrayType]) -> tuple[int, int | None]:
@@ -103,7 +103,7 @@ def read_kernel_costs(costs: Iterable[KernelCost]) -> tuple[KernelCost, ...]:
 
 
 def kernel_cost(name: str, flops: Amount, bytes: Amount | None = None) -> KernelCost:  # noqa: A002  what it is
-    """Says what a kernel costs that the compiled program does not say, such as a Pallas kernel without `cost_estimate`.
+    """Gives the cost of a kernel that has none in a compiled program: a Pallas kernel without `cost_estimate`.
 
     It is a value, for the argument `kernel_costs` of `audit`. A kernel's own `cost_estimate` and
     everything else that is known of it gives way to it.
@@ -159,13 +159,13 @@ class KernelCall:
     """Its author's estimate, which compilers for GPUs do not see."""
     nbytes: int | None = None
     block_count: int | None = None
-    """How many blocks of a mask it visits, where the mask is a constant: a causal kernel skips about half of them."""
+    """The blocks of a mask that it visits, if the mask is a constant: a causal kernel skips about half of them."""
 
 
 @final
 @attrs.frozen
 class KernelFacts:
-    """What is known of a program's kernels beside its text."""
+    """Known facts about a program's kernels that are not in its text."""
 
     costs: tuple[KernelCost, ...] = attrs.field(default=(), converter=tuple)
     """The user's, the first that matches wins."""

@@ -57,36 +57,36 @@ class Kernel:
     """The same matmuls with their shapes: hardware has a rate for each."""
 
     estimated_cycles: int = 0
-    """How long the compiler expects it to take, in cycles of a TPU's clock; 0 where it does not say."""
+    """The time that the compiler expects, in cycles of a TPU's clock; 0 without an estimate."""
 
     names: tuple[str, ...] = ()
     """For a custom call the name of its kernel and its target."""
 
     is_scalar: bool = False
-    """Whether its results are scalars, such as the counter of a loop."""
+    """Its results are scalars, such as the counter of a loop."""
 
     gathered_bytes: int = 0
-    """How much of what it reads and writes is in short rows at any positions."""
+    """The bytes read and written in short rows at arbitrary positions."""
 
     pass_count: int = 1
-    """How often it reads and writes all of that: sorting takes several passes."""
+    """The number of times that it reads and writes all of that: sorting takes several passes."""
 
     host_bytes: tuple[int, int] = (0, 0)
-    """How much of what it reads and of what it writes is in the memory of the host."""
+    """The bytes read from the memory of the host, and written to it."""
 
     @property
     def device_bytes(self) -> int:
-        """What each pass reads from the memory of the device, and writes to it."""
+        """The bytes that each pass reads from the memory of the device, and writes to it."""
         return self.read_bytes + self.written_bytes - sum(self.host_bytes)
 
     @property
     def is_host_copy(self) -> bool:
-        """Whether it does little but fetch an array from the memory of the host, or send one there."""
+        """It does little but fetch an array from the memory of the host, or send one there."""
         return sum(self.host_bytes) > 0 and not self.flops and self.device_bytes <= 2 * sum(self.host_bytes)
 
     @property
     def total_bytes(self) -> int:
-        """What it reads and writes in one call of the program."""
+        """The bytes that it reads and writes in one call of the program."""
         return (self.read_bytes + self.written_bytes) * self.times.count
 
     @property
@@ -126,7 +126,7 @@ def find_kernels(program: CompiledProgram, matmuls: Iterable[Matmul]) -> tuple[K
 
 
 def _is_idle_condition(program: CompiledProgram, computation: Computation) -> bool:
-    """Whether it is the condition of loops whose rounds are known, so that nothing has to compute it."""
+    """The condition of a loop with known rounds: nothing has to compute it."""
     calls = program.callers(computation.name)
     return bool(calls) and all(
         call.role == "condition" and printed_trips(call.instruction) is not None for call in calls

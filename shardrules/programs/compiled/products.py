@@ -120,7 +120,7 @@ def _window_field(window: Mapping[str, str], name: str, spatial_dim: int) -> int
 def _products(
     image: int, kernel: int, result: int, stride: int, image_dilation: int, kernel_dilation: int, pad: int
 ) -> int:
-    """How many pairs of a result and a kernel element meet an image element, along one dimension.
+    """The number of pairs of a result and a kernel element that meet an image element, along one dimension.
 
     Result `r` and kernel element `k` meet at `r * stride + k * kernel_dilation - pad`. An image element is there if
     that is a multiple of `image_dilation`, and within the image.

@@ -24,8 +24,8 @@ _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}(?:, ([\w-]+))?\)")
 _ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})\s*$')
 
 _MAX_VALUES = 100
-"""How many values `nearby` and `downstream` queue. It bounds the work per instruction in large programs.
-Doubled, they search further, where a line is less likely to be the cause; halved, more instructions have no line."""
+"""The values that `nearby` and `downstream` queue, chosen by hand: it bounds the work per instruction in large
+programs."""
 
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
@@ -62,12 +62,12 @@ class CompiledProgram:
 
     @property
     def device_count(self) -> int:
-        """How many devices run it."""
+        """The number of devices that run it."""
         return self.partition_count * self.replica_count
 
     @functools.cached_property
     def flow(self) -> Flow:
-        """How its computations call each other, and how values flow through them."""
+        """The calls between its computations, and the flow of values through them."""
         return Flow(self.computations, self.entry)
 
     @property
@@ -77,12 +77,12 @@ class CompiledProgram:
 
     @functools.cached_property
     def token_count(self) -> int:
-        """How many tokens come first in what it takes and returns: JAX orders calls back to Python by them."""
+        """The tokens that come first in its parameters and results: JAX orders calls back to Python by them."""
         return sum(parameter.types[0].dtype == "token" for parameter in self.entry_computation.parameters)
 
     @property
     def arguments(self) -> tuple[Instruction, ...]:
-        """What it takes, without tokens."""
+        """The parameters, without tokens."""
         return self.entry_computation.parameters[self.token_count :]
 
     @property

@@ -1,4 +1,4 @@
-"""How far collectives reach: along which mesh axes, over how many hosts or slices, along how much of a torus."""
+"""The reach of collectives: the mesh axes, the hosts or slices, and the dimensions of a torus that they span."""
 
 import math
 from collections import Counter
@@ -106,29 +106,30 @@ class Topology:
 @final
 @attrs.frozen
 class GroupReach:
-    """What the groups of a collective have in common."""
+    """Common facts of the groups of a collective."""
 
     span: Span
     size: int
-    """How many devices the largest group has."""
+    """The number of devices in the largest group."""
 
     host_count: int
-    """How many hosts or slices a group spans at most; 1 where no topology is known."""
+    """The most hosts or slices that a group spans; 1 without a topology."""
 
     torus_dims: int
     """Along how many dimensions of the torus the devices of a group differ at most; 0 where no topology is known."""
 
     open_dims: int = 0
-    """How many of these are lines: they do not close to a ring."""
+    """The number of these dimensions that are lines: they do not close to a ring."""
 
     chip_devices: int = 1
-    """How many devices of a group share a chip at most; 1 where no topology is known."""
+    """The most devices of a group that share a chip; 1 without a topology."""
 
     torus_along: tuple[int, ...] = ()
     """The dimensions of the torus along which the devices of any group differ."""
 
     torus_ways: tuple[int, ...] = ()
-    """Which way a permute sends along each of them: 1 up, -1 down, 0 both. Empty for other kinds, which send both."""
+    """The direction in which a permute sends along each of them: 1 up, -1 down, 0 both. Empty for other kinds, which
+    send both."""
 
 
 @final

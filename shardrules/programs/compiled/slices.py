@@ -21,9 +21,6 @@ from shardrules.programs.compiled.text import Instruction
 
 _FIELD = re.compile(r'_xla_megascale_(\w+)=(?:"([^"]*)"|(\{\{.*?\}\}))')
 
-_SLICE_STRIDE = 100_000
-"""The id of a chip is `slice * 100_000 + chip`, with slices from 1: XLA's own encoding, so no other value reads it."""
-
 _KINDS = {
     "ALL_REDUCE": "all-reduce",
     "ALL_GATHER": "all-gather",
@@ -36,14 +33,14 @@ _KINDS = {
 @final
 @attrs.frozen
 class Slices:
-    """Where the devices of each slice are in a mesh: indices of `mesh.devices.flat`."""
+    """The devices of each slice of a mesh, as indices of `mesh.devices.flat`."""
 
     partitions: tuple[tuple[int, ...], ...]  # for each slice, in the order of the partitions of its program
     chips: tuple[tuple[int, ...], ...]  # for each slice, in the order of the ids of its chips
 
     @classmethod
     def of(cls, mesh: AnyMesh | None, count: int) -> Self:
-        """Finds the slices of a mesh, each of which runs the program on `count` devices.
+        """Finds the slices of a mesh, with `count` devices of a program in each.
 
         Only devices know of several slices, so an `AbstractMesh` has one slice, and so does a missing mesh.
         """
@@ -89,7 +86,8 @@ class Slices:
             raise ProgramTextError(f"{send.name} goes between slices {text!r}, but the mesh has {expected}") from error
 
     def _device(self, chip_id: int) -> int:
-        return self.chips[chip_id // _SLICE_STRIDE - 1][chip_id % _SLICE_STRIDE]
+        slice_number, chip = divmod(chip_id, 100_000)  # XLA's encoding, with slices from 1
+        return self.chips[slice_number - 1][chip]
 
 
 def kind_between_slices(instruction: Instruction) -> str:

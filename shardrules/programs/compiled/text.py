@@ -198,7 +198,7 @@ def _bits(dtype: str, layout: str) -> int:
 
 
 def begins_instruction(line: str) -> bool:
-    """Whether a line of a computation is an instruction, or the first line of one."""
+    """A line of a computation is an instruction, or the first line of one."""
     return _INSTRUCTION.match(line) is not None
 
 

@@ -1,4 +1,4 @@
-"""What an instruction of a compiled program reads from memory, and what it writes to it.
+"""The bytes that an instruction of a compiled program reads from memory, and writes to it.
 
 Values inside a fusion never reach memory. A kernel that takes a slice or some rows of an array reads only those,
 and a kernel that updates an array in place reads and writes only what it updates. For this reason a loop over stacked
@@ -28,22 +28,18 @@ _WITH_SCRATCH = re.compile(r"__cublas|__cudnn|cusolver")
 _RADIX_SORT, _DIGIT_BITS = "__cub$DeviceRadixSort", 8
 """CUB sorts by 8 bits of the keys in each pass: https://nvidia.github.io/cccl/unstable/cub/api/device.html"""
 
-_SORTED_TILE = 2048
-"""How many elements a pass of XLA's bitonic sort has in shared memory: `IrEmitterUnnested::EmitSort`,
-https://github.com/openxla/xla/tree/main/xla/service/gpu. Steps between elements closer than that are one pass."""
-
 _TAKE_A_PART = ("slice", "dynamic-slice", "gather")
 _UPDATE_IN_PLACE = ("dynamic-update-slice", "scatter")
 _SAME_BYTES = ("bitcast", "reshape")
 _SAME_ELEMENTS = (*_SAME_BYTES, "bitcast-convert", "convert", "copy", "transpose")
 _COMPUTED_WHERE_USED = (*ELEMENTWISE, "exponential", "log", "logistic", "tanh", "compare")
-"""Operations that a fusion computes for those elements only of which a part is taken later."""
+"""Operations that a fusion computes only for the elements that are taken later."""
 _MAY_STAY_IN_PLACE = (*_SAME_BYTES, *_UPDATE_IN_PLACE, "convert")
 """Operations whose result may be in the memory of their operand."""
 
 
 def is_collective(instruction: Instruction) -> bool:
-    """Whether an instruction is a collective, or the start of one: it moves data over the wire, not through memory."""
+    """It is a collective, or the start of one: it moves data over the wire, not through memory."""
     return instruction.op.removesuffix("-start") in KINDS
 
 
@@ -133,9 +129,9 @@ def _short_rows_bytes(computation: Computation, instruction: Instruction) -> int
 
 
 def pass_count(program: CompiledProgram, computation: Computation, instruction: Instruction) -> int:
-    """Returns how often an instruction goes over its arrays: sorting takes several passes, everything else takes one.
+    """Returns the number of passes of an instruction over its arrays: sorting takes several, everything else takes one.
 
-    XLA's own sort is bitonic: each doubling of the tile that is sorted has one more pass than the one before.
+    XLA's own sort is bitonic: each stage sorts runs of twice the length, in one pass more than the stage before.
     """
     fusion = fusion_of(program, instruction)
     if fusion is not None:
@@ -146,7 +142,9 @@ def pass_count(program: CompiledProgram, computation: Computation, instruction: 
     if instruction.op != "sort":
         return 1
     array, dims = computation.operand_types(instruction)[0], instruction.dims("dimensions")
-    doublings = max(0, math.ceil(math.log2(max(1, array.shape[dims[0]] if dims else 1) / _SORTED_TILE)))
+    # Steps between elements closer than 2,048, which shared memory holds, are one pass: `IrEmitterUnnested::EmitSort`,
+    # https://github.com/openxla/xla/tree/main/xla/service/gpu.
+    doublings = max(0, math.ceil(math.log2(max(1, array.shape[dims[0]] if dims else 1) / 2_048)))
     return 1 + doublings * (doublings + 3) // 2
 
 
@@ -249,7 +247,7 @@ class Fusion:
                 yield from self._results(Value(maker.computation, name))
 
     def _elements_updated(self, value: Value, array: ArrayType) -> int | None:
-        """How many elements of a parameter are updated to give this value; `None` where the array is made here."""
+        """The elements of a parameter that are updated to give this value; `None` for an array that is made here."""
         maker = self._maker(value, array)
         computation, instruction = self.program.find(maker.computation), self.program.instruction(maker)
         # A parameter that is returned in its own dtype stays where it is, and nothing is written.
@@ -262,7 +260,7 @@ class Fusion:
         return None if before is None else before + _elements_updated(computation, instruction)
 
     def _maker(self, value: Value, array: ArrayType | None = None) -> Value:
-        """What made a value, behind bitcasts, tuples and the borders of inner fusions.
+        """The maker of a value, behind bitcasts, tuples and the borders of inner fusions.
 
         With `array` also behind conversions of that array to a wider dtype and back, which lose nothing.
         """
@@ -289,7 +287,7 @@ class Fusion:
 
 
 def _contains(array: ArrayType | None, other: ArrayType) -> bool:
-    """Whether an array keeps every element in another dtype.
+    """The other dtype holds every element of the array exactly.
 
     CPUs cannot compute in bfloat16: they update such an array between a conversion to float32 and one back.
     """
@@ -297,7 +295,7 @@ def _contains(array: ArrayType | None, other: ArrayType) -> bool:
 
 
 def _elements_read(computation: Computation, instruction: Instruction, operand: str) -> int | None:
-    """How many elements an instruction reads of an operand, where it takes or updates a part of it; else `None`."""
+    """The elements that an instruction reads of an operand, if it takes or updates a part of it; else `None`."""
     if instruction.operands.count(operand) == 1:
         if instruction.op in _TAKE_A_PART and instruction.operands[0] == operand:
             return instruction.types[0].size
@@ -313,7 +311,7 @@ def _elements_read(computation: Computation, instruction: Instruction, operand: 
 
 
 def _elements_updated(computation: Computation, instruction: Instruction) -> int:
-    """How many elements an update in place changes in each of its arrays: a scatter may have several."""
+    """The elements that an update in place changes in each of its arrays: a scatter may have several."""
     update = instruction.operands[-1] if instruction.op == "scatter" else instruction.operands[1]
     return computation.by_name[update].types[0].size
 

@@ -1,6 +1,6 @@
-"""Where a value of a compiled program is used, across the borders of fusions, calls and loops.
+"""The uses of a value of a compiled program, across the borders of fusions, calls and loops.
 
-The opposite of `flow`, which asks where a value comes from. From the result of a gather in a loop:
+The opposite of `flow`, which finds the origin of a value. From the result of a gather in a loop:
 
     %g = f32[64] all-gather(%w)
     %f = bf16[8] fusion(%x, %g), calls=%fused      the value is parameter 1 of %fused, and used by what is in there
@@ -28,10 +28,6 @@ ELEMENTWISE = (
 )
 """Operations on every element by itself."""
 
-_MAX_VALUES = 2000
-"""How many values a search follows, which bounds its work. Few arrays are passed on more than a hundred times: half or
-twice as many change nothing in usual programs."""
-
 
 @final
 @attrs.frozen
@@ -44,18 +40,18 @@ class Use:
 
     @property
     def is_result(self) -> bool:
-        """Whether the program returns the value."""
+        """The program returns the value."""
         return self.instruction.op in ("tuple", "return")
 
 
 def is_move(instruction: Instruction) -> bool:
-    """Whether the result of an instruction is its operand, in another layout or memory."""
+    """The result of an instruction is its operand, in another layout or memory."""
     is_end = instruction.op.endswith("-done") or instruction.custom_call_target == "AsyncCollectiveDone"
     return is_end or instruction.op in MOVES
 
 
 def is_elementwise(instruction: Instruction) -> bool:
-    """Whether each element of the result depends on the same element of the operands alone."""
+    """Each element of the result depends on the same element of the operands alone."""
     return instruction.op in ELEMENTWISE
 
 
@@ -82,7 +78,8 @@ def uses(
         for following in _steps(program, value, passes_on):
             if isinstance(following, Use):
                 yield following
-            elif following not in seen and len(pending) < _MAX_VALUES:
+            # Bounds the search. Chosen by hand: few arrays are passed on more than a hundred times.
+            elif following not in seen and len(pending) < 2_000:
                 seen.add(following)
                 pending.append(following)
 
@@ -112,7 +109,7 @@ def _steps(program: CompiledProgram, value: Value, passes_on: Callable[[Instruct
 def _inside(
     program: CompiledProgram, computation: Computation, user: Instruction, position: int, value: Value
 ) -> Iterator[Value]:
-    """What operand `position` of a tuple, a call or a loop is inside of it."""
+    """Operand `position` of a tuple, a call or a loop, as it is named inside."""
     if user.op == "tuple":
         yield Value(computation.name, user.name, position)
         return
@@ -124,7 +121,7 @@ def _inside(
 
 
 def _outside(program: CompiledProgram, computation: Computation, value: Value) -> Iterator[Value | Use]:
-    """What the result of a computation is where it is called; a use where it is the result of the program."""
+    """The result of a computation, as its callers name it; a use in the result of the program."""
     root = computation.by_name[computation.root]
     if computation.name == program.entry:
         yield Use(computation, root, value.instruction)

@@ -40,11 +40,11 @@ class Argument:
     memory: str | None = None
     """The kind of memory, where that is not the device's own."""
     mirrors: bool = False
-    """Whether the spec mirrors a planned leaf's."""
+    """The spec mirrors a planned leaf's."""
     planned: bool = False
-    """Whether the spec comes from a plan or a rule."""
+    """The spec comes from a plan or a rule."""
     weak: bool = False
-    """Whether the dtype gives way to others, as a Python number's does."""
+    """The dtype gives way to others, as a Python number's does."""
 
     def struct(self, mesh: Any) -> jax.ShapeDtypeStruct:
         """Returns the shape to trace the function with; `mesh` is on devices of the target."""
@@ -107,7 +107,7 @@ class Arguments:
 @final
 @attrs.frozen(eq=False)
 class _Request:
-    """How one array is requested to be sharded, and whether a plan requests it."""
+    """The requested sharding of one array, and `True` if a plan requests it."""
 
     spec: PartitionSpec
     memory: str | None = None

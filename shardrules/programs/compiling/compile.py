@@ -55,15 +55,11 @@ GPU, which compiling without one cannot."""
 _WITHOUT_TRITON: Options = {"xla_gpu_enable_triton_gemm": False}
 """Makes XLA leave matmuls to cuBLAS."""
 
-_LONGEST_WORDS = 400
-"""How many characters of a compiler's error are in ours, which has the whole one as its cause. Halved, the operation is
-often cut off; doubled, it is followed by what only XLA's authors read."""
-
 
 @final
 @attrs.frozen
 class CompilerMemory:
-    """What one device needs, as the compiler reports it."""
+    """The memory that one device needs, as the compiler reports it."""
 
     argument_bytes: int
     output_bytes: int
@@ -119,7 +115,7 @@ class Traced:
     fn: Callable[..., Any]
     jaxpr: ClosedJaxpr
     result: Any
-    """What the function returns, with tracers for arrays."""
+    """The function's result, with tracers for arrays."""
     structs: tuple[Any, ...]
     """The shapes of the arrays in `result`, and of those that the function writes to variables of its arguments."""
     written: tuple[int, ...]
@@ -190,7 +186,7 @@ def _trace_on(fn: Callable[..., Any], arguments: Arguments, mesh: AnyMesh) -> Tr
 
 
 def _unwrapped(fn: Callable[..., Any], traced: Any, result: Any, written: tuple[int, ...]) -> Traced:
-    """What a trace says. Of a function that is jitted itself, it is what its own `jax.jit` says."""
+    """The parts of a trace. Of a function that is jitted itself, they are its own `jax.jit`'s."""
     structs = tuple(jtu.tree_leaves(traced.out_info))
     program = traced.jaxpr.jaxpr
     # A jitted function is one single `jit` equation, whose parameters are what its `jax.jit` was called with.
@@ -372,7 +368,7 @@ def _compile(
 def _compile_error(mesh: Mesh, error: Exception, options: Options) -> CompileError:
     """The error for what a compiler says, with the flag that avoids it if one is known that is not set."""
     platform, text = mesh.devices.flat[0].platform, str(error)
-    words = text.partition("\n")[0][:_LONGEST_WORDS] or type(error).__name__
+    words = text.partition("\n")[0][:400] or type(error).__name__  # the cause has all of it
     message = f"the compiler for {platform} fails: {words}"
     (name,) = _WITHOUT_TRITON
     if platform != "gpu" or name in options or not _UNTILED.search(text):

@@ -14,7 +14,7 @@ from shardrules.core.errors import TargetError
 from shardrules.programs.machine.targets import Target
 
 Options: TypeAlias = dict[str, str | bool]
-"""What `jax.stages.Lowered.compile` takes as `compiler_options`."""
+"""The `compiler_options` of `jax.stages.Lowered.compile`."""
 
 _UNKNOWN = "No such compile option"
 """In the compilers' error for a flag that they do not have."""
@@ -83,7 +83,7 @@ def _options(target: Target) -> tuple[tuple[str, str | bool], ...]:
 
 
 def _other_spelling(name: str, value: str | bool, refusal: str) -> tuple[str, str | bool] | None:
-    """How a refused flag may be written instead."""
+    """Another way to write a refused flag."""
     if _UNKNOWN in refusal:
         return (_OTHER_NAMES[name], value) if name in _OTHER_NAMES else None
     switch = _TRUTH.get(str(value).lower())

@@ -24,13 +24,11 @@ SCALED_DOTS = ("scaled_matmul_wrapper", "scaled_dot")
 FUSED = (*ATTENTION, *SCALED_DOTS)
 """All fused kernels that are primitives."""
 
-_ROWS_FIRST = 0
-"""The `layout` of [batch, length, heads, head size]; the other one has heads before the length."""
-
 
 def head_dim_of(params: Mapping[str, Any]) -> int:
-    """Which dim of queries, keys and values are the heads."""
-    return 2 if params["layout"] == _ROWS_FIRST else 1
+    """The dim of queries, keys and values that is the heads."""
+    # Layout 0 is [batch, length, heads, head size]; the other one has heads before the length.
+    return 2 if params["layout"] == 0 else 1
 
 
 def fused_matmul(equation: Any) -> Matmul | None:
@@ -64,7 +62,7 @@ def _attention(equation: Any) -> Matmul:
     length = 3 - heads
     columns = key[length]
     tables = equation.invars[8].aval.shape if name == FORWARD else ()
-    if len(tables) == 4:  # of pages, each of which has a part of the keys
+    if len(tables) == 4:  # of pages, each with a part of the keys
         columns *= tables[2]
     is_causal = params.get("use_causal_mask", False)
     mask = "CAUSAL" if is_causal else getattr(params.get("mask_type"), "name", "")

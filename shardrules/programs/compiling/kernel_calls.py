@@ -15,13 +15,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from shardrules.programs.compiled.kernel_costs import KernelCall
 from shardrules.programs.jaxprs.walk import programs_in, scan_counts
 
-_MAX_CONSTANT_SIZE = 2**20
-"""The elements of the largest constant that is followed. Masks have one for each block of scores: with half as many,
-those of 512 thousand tokens in blocks of 512 would not be counted."""
-
 
 def find_kernel_calls(program: ClosedJaxpr) -> tuple[KernelCall, ...]:
-    """Finds the Pallas kernels of a function, each with what JAX knows of it.
+    """Finds the Pallas kernels of a function, each with its name, shapes and costs.
 
     ```python
     from jax.experimental import pallas as pl
@@ -62,7 +58,8 @@ def _kernel_calls(program: ClosedJaxpr | Jaxpr, constants: Mapping[Any, np.ndarr
 def _may_be_mask(value: Any) -> bool:
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
     is_integer = isinstance(dtype, np.dtype) and dtype.kind in "iub"
-    return is_integer and len(shape) > 1 and math.prod(shape) <= _MAX_CONSTANT_SIZE
+    # A mask has an element for each block of scores: a million for 512 thousand tokens in blocks of 512.
+    return is_integer and len(shape) > 1 and math.prod(shape) <= 2**20
 
 
 def _value(variable: Any, constants: Mapping[Any, np.ndarray]) -> np.ndarray | None:

@@ -1,4 +1,4 @@
-"""How many FLOPs the matmuls and convolutions of a function have, before any compiler has seen it.
+"""The FLOPs of the matmuls and convolutions of a function, before any compiler has seen it.
 
 They are counted in the function's jaxpr, on whole arrays, with every loop as often as it runs. A compiled program's
 FLOPs on one device, times the devices, can be compared with this: far more means that devices do the same work.
@@ -45,13 +45,13 @@ class ModelMatmul:
     equation: Any
     flops: int
     is_certain: bool
-    """Whether the program says how often it runs, and how much of it is work."""
+    """The program says how often it runs, and how much of it is work."""
     is_recomputed: bool
-    """Whether `jax.checkpoint` repeats it for the backward pass."""
+    """`jax.checkpoint` repeats it for the backward pass."""
 
 
 RECOMPUTED = "rematted_computation"
-"""What JAX calls the operations that `jax.checkpoint` repeats, in their paths."""
+"""JAX's name, in paths, for the operations that `jax.checkpoint` repeats."""
 
 
 def model_matmuls(
@@ -81,7 +81,7 @@ def equation_flops(equation: Any) -> int:
 
 
 def _is_rewritten(equation: Any) -> bool:
-    """Whether a backend may compile it to other FLOPs than it has here."""
+    """A backend may compile it to other FLOPs than it has here."""
     params = equation.params
     # Grouped convolutions become one dense convolution with zeros in its kernel.
     groups = params.get("feature_group_count", 1) * params.get("batch_group_count", 1)
@@ -96,14 +96,14 @@ def inner_runs(equation: Any) -> int:
 
 
 def _rounds(equation: Any) -> int:
-    """How often the programs inside it run: the length of a scan, the grid of a kernel."""
+    """The number of runs of the programs inside it: the length of a scan, the grid of a kernel."""
     if equation.primitive.name == "pallas_call":
         return math.prod(size for size in equation.params["grid_mapping"].grid if isinstance(size, int))
     return equation.params["length"] if equation.primitive.name == "scan" else 1
 
 
 def _device_count(equation: Any) -> int:
-    """How many devices run the program inside it: in `shard_map` it is the program of one device."""
+    """The number of devices that run the program inside it: in `shard_map` it is the program of one device."""
     if equation.primitive.name != "shard_map":
         return 1
     sizes = dict(equation.params["mesh"].shape)

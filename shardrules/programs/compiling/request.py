@@ -8,7 +8,7 @@ import attrs
 from jax.sharding import Mesh
 
 from shardrules.core.axes import AnyMesh
-from shardrules.mesh.creation import AxisTypes, normalize_axis_types
+from shardrules.mesh.axis_types import AxisTypes, normalize_axis_types
 from shardrules.programs.compiling.arguments import Arguments, donated_arguments, read_arguments
 from shardrules.programs.compiling.compile import Compiled, compile_for, trace
 from shardrules.programs.compiling.flags import compiler_options
@@ -19,14 +19,14 @@ from shardrules.programs.machine.targets import Target
 @final
 @attrs.frozen(eq=False)
 class CompileResult:
-    """What a compiler made of a function, on a mesh of the target's devices."""
+    """A compiled function, on a mesh of the target's devices."""
 
     mesh: Mesh
     arguments: Arguments
     roles: tuple[Role, ...]
     compiled: Compiled
     seconds: float
-    """How long it took, with tracing and lowering."""
+    """The seconds that it took, with tracing and lowering."""
 
 
 class CompileOptions(TypedDict, total=False):

@@ -1,4 +1,4 @@
-"""What the arguments of a function are for: parameters, optimizer state, or the batch.
+"""The roles of a function's arguments: parameters, optimizer state, or the batch.
 
 An optimizer keeps copies of the parameters: leaves of the same shape under a path that ends in the parameter's own.
 Arrays that are copied elsewhere among the arguments are parameters, the copies and the leaves beside them are the
@@ -16,18 +16,12 @@ from shardrules.core.tree import array_kind, leaf_paths, spread
 from shardrules.programs.compiling.arguments import Argument, Arguments
 
 Role: TypeAlias = Literal["parameters", "optimizer state", "batch"]
-"""What an argument is for. The batch is all that is neither parameter nor state: data, keys, masks, schedules."""
+"""The role of an argument. The batch is all that is neither parameter nor state: data, keys, masks, schedules."""
 
 PARAMETERS, STATE, BATCH = get_args(Role)
 """The three roles, by name."""
 
 _Path: TypeAlias = tuple[str, ...]
-
-_MIN_SIBLING_LEAVES = 3
-"""How many leaves two siblings must share to count as parameters and moments, and not as two equal layers.
-
-A layer commonly has a weight and a bias, so with 2 or less `[layer, layer]` would be a model with its state. With 6,
-small models with hand-written moments beside them would be layers."""
 
 
 def read_roles(arguments: Arguments, roles: Any = None) -> tuple[Role, ...]:
@@ -83,7 +77,7 @@ def _guess_roles(arguments: Arguments) -> tuple[Role, ...]:
 
 
 def _find_homes(arguments: Arguments) -> tuple[_Path, list[_Path]] | None:
-    """Where the parameters are, and where copies of them are: paths of arguments or of things inside them."""
+    """The path of the parameters, and the paths of their copies: arguments or things inside them."""
     arrays = [
         (path, array.shape)
         for path, array in zip(_array_paths(arguments), arguments.arrays, strict=True)
@@ -124,16 +118,17 @@ def _array_paths(arguments: Arguments) -> list[_Path]:
 
 
 def _overlap(path: _Path, other: _Path) -> bool:
-    """Whether one path is inside the other."""
+    """One path is inside the other."""
     shorter = min(len(path), len(other))
     return path[:shorter] == other[:shorter]
 
 
 def _is_copy(root: _Path, home: _Path, count: int, root_size: int) -> bool:
-    """Whether `home`, where `count` of the leaves of `root` are found again, is a copy of it."""
-    # Siblings in one container may as well be equal layers, so that all leaves must agree.
+    """`home`, with `count` of the leaves of `root`, is a copy of it."""
+    # Siblings in one container may as well be equal layers, commonly with a weight and a bias: all leaves must agree,
+    # and be three or more.
     if len(root) == len(home) and len(root) > 1 and root[:-1] == home[:-1]:
-        return count == root_size >= _MIN_SIBLING_LEAVES
+        return count == root_size >= 3
     # Elsewhere half are enough: optax.masked and optax.partition keep moments of some parameters only.
     return 2 * count >= root_size
 
@@ -164,7 +159,7 @@ def _roles_without_optimizer(arguments: Arguments) -> tuple[Role, ...]:
         data = list(by_owner)
     else:
         # The arrays of a batch agree in their first dimension, and batches usually come last and models first. So the
-        # last argument that qualifies is the batch, with those of the same size: inputs and labels.
+        # last argument that qualifies is the batch, with others of the same size: inputs and labels.
         firsts = {owner: {array.shape[:1] for array in by_owner[owner]} for owner in list(by_owner)[1:]}
         uniform = [owner for owner, sizes in firsts.items() if len(sizes) == 1 and () not in sizes]
         uniform = [owner for owner in uniform if any(_is_number(array.dtype) for array in by_owner[owner])]
@@ -176,7 +171,7 @@ def _roles_without_optimizer(arguments: Arguments) -> tuple[Role, ...]:
 
 
 def _is_number(dtype: Any) -> bool:
-    """Whether it is not a PRNG key, new (an extended dtype) or old (uint32)."""
+    """It is not a PRNG key, new (an extended dtype) or old (uint32)."""
     return isinstance(dtype, np.dtype) and dtype != np.uint32
 
 

@@ -16,8 +16,8 @@ from shardrules.programs.compiled.text import ArrayType
 from shardrules.programs.jaxprs.walk import equations
 
 QUANTISED_BITS = 8
-"""The widest dtype that arrays are quantised to. With 16, activations that are cast to float32 for a norm and gathered
-after it would be findings, which compilers do for themselves; with 4, float8 would be none."""
+"""The widest dtype that arrays are quantised to. Wider ones are activations that compilers gather before a cast to
+float32 by themselves."""
 
 
 @final
@@ -50,7 +50,7 @@ def find_roundings(program: ClosedJaxpr) -> Iterator[Rounding]:
 
 
 def _xla_name(dtype: str) -> str:
-    """What XLA calls a dtype: `"f8e4m3fn"`."""
+    """XLA's name of a dtype: `"f8e4m3fn"`."""
     for name, letter in (("float", "f"), ("uint", "u"), ("int", "s")):
         dtype = dtype.replace(name, letter)
     return dtype.replace("_", "")

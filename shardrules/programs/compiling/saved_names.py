@@ -24,13 +24,6 @@ from shardrules.programs.jaxprs.walk import CHECKPOINTS, equations
 
 _NO_NAME = "a name that no function has"
 
-_MAX_DEPTH = 4
-"""How deep to look for names in what a policy refers to: a policy of policies of policies has them at 3."""
-
-_MAX_STRINGS = 10_000
-"""How many strings to try: a policy may refer to a whole configuration. Names come early, so that half or twice as many
-change nothing in usual programs."""
-
 
 @final
 @attrs.frozen
@@ -104,12 +97,14 @@ def _line_inside(equation: Any) -> str:
 def policy_names(policy: Callable[..., Any]) -> tuple[str, ...]:
     """Returns the names of the arrays that a policy saves, sorted; none for a policy that does not save by name."""
     unnamed = _verdict(policy, _NO_NAME)
-    candidates = dict.fromkeys(itertools.islice(_strings(policy, _MAX_DEPTH), _MAX_STRINGS))
+    # A policy of policies of policies has its names three deep. The number of strings is chosen by hand: a policy may
+    # refer to a whole configuration, and names come early.
+    candidates = dict.fromkeys(itertools.islice(_strings(policy, depth=4), 10_000))
     return tuple(sorted(name for name in candidates if _verdict(policy, name) != unnamed)) if not unnamed[0] else ()
 
 
 def _verdict(policy: Callable[..., Any], name: str) -> tuple[bool, str]:
-    """Whether a policy saves an array of a name in any way, and what it says, as text."""
+    """The policy's verdict on an array of a name: whether it is saved in any way, and the verdict as text."""
     equation = _named_equation()
     try:
         verdict = policy(equation.primitive, *(operand.aval for operand in equation.invars), **_renamed(equation, name))
@@ -145,7 +140,7 @@ def _strings(value: Any, depth: int) -> Iterator[str]:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """What a policy is built from."""
+    """The functions and values that a policy is built from."""
     if isinstance(value, functools.partial):
         yield (value.func, value.args, value.keywords)
     elif inspect.ismethod(value):

@@ -16,7 +16,7 @@ _DUPLICATE_AXIS = re.compile(r"at most one positional dimension, but (.*) has du
 
 
 def names_other_mesh(error: Exception) -> bool:
-    """Whether JAX refuses a function for a mesh that is not the one in force."""
+    """JAX refuses a function for a mesh that is not the one in force."""
     return isinstance(error, ValueError) and _OTHER_MESH.search(str(error)) is not None and "pmap" not in str(error)
 
 

@@ -1,8 +1,9 @@
-"""What attention kernels take: their matmuls do not reach the rate of a matmul alone, and vectors are in the way.
+"""The time of attention kernels: their matmuls do not reach the rate of a matmul alone, and vectors are in the way.
 
-On TPUs the units for vectors compute the softmax while those for matmuls wait, or the other way around, and every block
-of scores costs some cycles beside. The cycles are counted in what libtpu 0.0.42 makes of `splash_attention` for a v5e,
-v5p and v6e, with blocks of 512 x 512 and heads of 128: instructions in its loop over blocks, and around it.
+On TPUs the units for vectors compute the softmax while the units for matmuls wait, or the other way around, and every
+block of scores costs some cycles beside. The cycles are counted in the programs that libtpu 0.0.42 makes of
+`splash_attention` for a v5e, v5p and v6e, with blocks of 512 x 512 and heads of 128: instructions in its loop over
+blocks, and around it.
 
 On GPUs the kernels reach a fraction of the peak that was measured on an H100: FlashAttention-3, arXiv 2407.08608,
 figures 5 and 6, which measures cuDNN and Triton as well, at 16 thousand tokens and lengths of 512 to 16 thousand.
@@ -16,7 +17,7 @@ from shardrules.programs.costs.matmul import flops_seconds, multiplication, padd
 from shardrules.programs.machine.hardware import Hardware
 
 _PHASES = MappingProxyType({2: "fwd", 3: "dq", 4: "dkv", 5: "backward"})
-"""What a kernel computes, by the number of its matmuls."""
+"""The pass that a kernel computes, by the number of its matmuls."""
 
 _VECTOR_CYCLES = MappingProxyType(
     {
@@ -31,12 +32,6 @@ _BLOCK_CYCLES = MappingProxyType({"fwd": 500, "dq": 220, "dkv": 330, "backward":
 """The cycles around a block of scores: its own, and its share of skipped blocks and of the first and last of a row, for
 a causal mask of 4 x 4 blocks. With longer rows it falls, by a quarter with 8 x 8."""
 
-_BLOCK_SCORES = 512 * 512
-"""The scores of a block, where a kernel does not say how large its blocks are."""
-
-_UNITS = 4
-"""The units for matmuls in a core of all TPUs since the v4."""
-
 _CUDNN = MappingProxyType(
     {
         ("fwd", 64): (415, 120),
@@ -48,20 +43,14 @@ _CUDNN = MappingProxyType(
     }
 )
 """For each head size the TFLOP/s at infinite length, and the length at which half of it is reached. The gradient for
-heads of 256 was not measured: it is that for heads of 128."""
-
-_CAUSAL = 550 / 620
-"""What is left of the rate where scores are masked: cuDNN's forward pass for heads of 128, in blocks of 128 x 128."""
+heads of 256 was not measured: it is as for heads of 128."""
 
 _TRITON = MappingProxyType({"fwd": 395, "backward": 322})
 """The TFLOP/s of kernels written in Triton; the gradient is FlashAttention-2's, which is no better on an H100."""
 
-_H100_PEAK = 989.4
-"""The peak of the chip that was measured, in TFLOP/s."""
-
 
 def is_attention(matmul: Matmul) -> bool:
-    """Whether a kernel is attention, with several matmuls. Of a single query, memory is the limit."""
+    """It has several matmuls, and more than a single query, whose limit is memory."""
     return len(matmul.products) in _PHASES and matmul.products[0].m > 1
 
 
@@ -76,18 +65,20 @@ def attention_seconds(matmul: Matmul, hardware: Hardware) -> float:
             2 * product.batch * math.prod(padded_size(size, tile) for size in (product.m, product.n, product.k))
             for product in matmul.products
         )
-        cores = max(1, round(hardware.flops_per_second("bf16") / (2 * _UNITS * tile**2 * hardware.clock_hertz)))
+        # A core of all TPUs since the v4 has four units for matmuls.
+        cores = max(1, round(hardware.flops_per_second("bf16") / (2 * 4 * tile**2 * hardware.clock_hertz)))
         score_count = scores.batch * scores.m * scores.n
-        blocks = max(scores.batch, score_count / _BLOCK_SCORES)
+        blocks = max(scores.batch, score_count / 512**2)  # a kernel does not say how large its blocks are
         vector = score_count / 1024 * _VECTOR_CYCLES[tile][phase]
         around = blocks * _BLOCK_CYCLES[phase]
         return max(padded / peak, vector / cores / hardware.clock_hertz) + around / cores / hardware.clock_hertz
     if not hardware.launch_seconds and not hardware.matmul_rates:  # a sheet of peaks alone
         return flops_seconds(matmul.flops, matmul.dtype, matmul.precision, hardware)
-    pass_name = "fwd" if phase == "fwd" else "backward"
+    pass_name, per_rate = "fwd" if phase == "fwd" else "backward", peak / 989.4  # the TFLOP/s of the H100 in the paper
     if not matmul.op.startswith("__cudnn"):
-        return matmul.flops / (peak * _TRITON[pass_name] / _H100_PEAK)
+        return matmul.flops / (_TRITON[pass_name] * per_rate)
     size = 64 if scores.k <= 96 else 128 if scores.k <= 192 else 256
     rate, half = _CUDNN[pass_name, size]
-    causal = _CAUSAL if matmul.is_masked else 1.0
-    return matmul.flops / (peak * rate * causal / _H100_PEAK) * (1 + half / scores.m)
+    if matmul.is_masked:
+        rate *= 550 / 620  # cuDNN's forward pass for heads of 128, in blocks of 128 x 128
+    return matmul.flops / (rate * per_rate) * (1 + half / scores.m)

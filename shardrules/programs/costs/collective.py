@@ -1,4 +1,4 @@
-"""What a collective takes: by times that were measured, or by rings over links and network.
+"""The time of collectives: from measured times, or from rings over links and network.
 
 Inside a host or a slice the devices of a group form rings over their links: on a torus in both directions along every
 dimension that they span, elsewhere through a switch. Over several hosts a ring enters and leaves each host once, over
@@ -19,17 +19,14 @@ from shardrules.programs.machine.measured import CollectiveTimes
 _Protocols: TypeAlias = tuple[tuple[float, float, float], ...]
 
 _RINGS: _Protocols = ((1.0, 1.0, 1.0), (0.56, 0.29, 0.92), (0.32, 0.19, 0.25))
-"""What the protocols of rings trade: the fractions of a step's latency over links and over the network, and of the
-bandwidth.
+"""The protocols of rings: fractions of a step's latency over links and over the network, and of the bandwidth.
 
 NCCL's are called Simple, LL128 and LL. Their steps take 3.4, 1.9 and 1.1 microseconds over NVLink, and 14, 4 and 2.7
-over a network: https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc. With the first alone, small collectives
-of many devices take several times as long.
+over a network: https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc.
 """
-
 _TREES: _Protocols = ((1.18, 1.0, 0.9), (0.37, 0.61, 0.83), (0.32, 0.36, 0.24))
 """The same for trees, in which all-reduces have fewer steps: of 4, 1.25 and 1.1 microseconds over NVLink, and of 14,
-8.5 and 5 over a network. With half of these, small all-reduces over hosts take half as long."""
+8.5 and 5 over a network."""
 
 _SIBLINGS = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
 """Kinds that send as another one does, so that figures of that one serve."""
@@ -49,24 +46,25 @@ class Group:
 
     size: int
     host_count: int = 1
-    """How many hosts, or slices of TPUs, it spans."""
+    """The number of hosts, or slices of TPUs, that it spans."""
     torus_dims: int = 0
     """Along how many dimensions of the torus its devices differ; 0 if that is unknown: all of them."""
     open_dims: int = 0
-    """How many of these are lines: they do not close to a ring."""
+    """The number of these dimensions that are lines: they do not close to a ring."""
     chip_devices: int = 1
-    """How many of its devices share a chip, and the links of that chip."""
+    """The number of its devices that share a chip, and the links of that chip."""
 
     @property
     def per_host(self) -> float:
-        """How many of its devices are on a host or a slice."""
+        """The number of its devices on a host or a slice."""
         return self.size / self.host_count
 
 
 @final
 @attrs.frozen
 class CollectiveCost:
-    """What one run of a collective takes on a device: how long it occupies links and network, and how long it waits.
+    """The cost of one run of a collective on a device: the time that it occupies links and network, and the time that
+    it waits.
 
     Links and network work at the same time, on different parts of the data.
     """
@@ -77,12 +75,12 @@ class CollectiveCost:
 
     @property
     def seconds(self) -> float:
-        """What it takes alone, from its start to its end."""
+        """The time that it takes alone, from its start to its end."""
         return max(self.link_seconds, self.network_seconds) + self.latency_seconds
 
 
 def collective_seconds(collective: Collective, hardware: Hardware) -> float:
-    """How long all runs of a compiled collective take in one call of a program. A single device takes no time.
+    """The time of all runs of a compiled collective in one call of the program. A single device takes no time.
 
     ```python
     from shardrules.programs.costs.collective import collective_seconds
@@ -110,12 +108,12 @@ def group_of(collective: Collective) -> Group:
 
 
 def compiled_cost(collective: Collective, hardware: Hardware) -> CollectiveCost:
-    """What each run of a compiled collective takes."""
+    """The cost of each run of a compiled collective."""
     return collective_cost(collective.kind, collective.wire_bytes, group_of(collective), hardware)
 
 
 def collective_cost(kind: str, wire_bytes: float, group: Group, hardware: Hardware) -> CollectiveCost:
-    """What a collective takes, compiled or planned, in which each device sends `wire_bytes`.
+    """The cost of a collective, compiled or planned, in which each device sends `wire_bytes`.
 
     These are the bytes of a ring of all devices: (n - 1) / n of what is gathered, scattered or exchanged, twice that
     for an all-reduce, and all of what a permute sends.
@@ -166,7 +164,8 @@ def _with_latency(
 
 
 def _algorithms(kind: str, group: Group, hardware: Hardware) -> list[tuple[tuple[float, float], _Protocols]]:
-    """How many messages over links, and over the network, wait for each other in each algorithm, and its protocols."""
+    """The numbers of messages over links, and over the network, that wait for each other in each algorithm, and its
+    protocols."""
     size, host_count = group.size, group.host_count
     if kind == "collective-permute":
         return [((0, 1) if host_count > 1 else (1, 0), _RINGS[:1])]
@@ -186,7 +185,7 @@ def _algorithms(kind: str, group: Group, hardware: Hardware) -> list[tuple[tuple
 
 
 def _sent_bytes(kind: str, wire_bytes: float, group: Group) -> tuple[float, float]:
-    """What a device sends over its links, and what its share of the network carries."""
+    """The bytes that a device sends over its links, and the bytes that its share of the network carries."""
     if group.host_count == 1:
         return wire_bytes, 0.0
     if kind == "collective-permute":
@@ -200,7 +199,7 @@ def _sent_bytes(kind: str, wire_bytes: float, group: Group) -> tuple[float, floa
 
 
 def _torus_seconds(kind: str, wire_bytes: float, group: Group, hardware: Hardware) -> float:
-    """How long bytes occupy the links of a torus."""
+    """The time that bytes occupy the links of a torus."""
     if group.chip_devices > 1 and not group.torus_dims:
         # Inside a chip, through its memory: what a device sends is read, and what it gets is written.
         return traffic_seconds(2 * wire_bytes, hardware)
@@ -231,7 +230,7 @@ def _link_fraction(kind: str, hardware: Hardware) -> float:
 
 
 def _tables(kind: str, hardware: Hardware) -> list[CollectiveTimes]:
-    """The tables of a kind by group size, or else those of the kind that sends in the same way."""
+    """The tables of a kind by group size, or else the tables of the kind that sends in the same way."""
     for name in (kind, _SIBLINGS.get(kind, kind)):
         tables = [table for table in hardware.collective_times if table.kind == name]
         if tables:
@@ -255,7 +254,7 @@ def _measured(tables: list[CollectiveTimes], wire_bytes: float, size: int, hardw
 
 
 def _table_times(table: CollectiveTimes, wire_bytes: float, hardware: Hardware) -> tuple[float, float]:
-    """What a collective waits and sends, by the table of one size of group."""
+    """The latency and the sending time of a collective, by the table of one size of group."""
     size = table.group_size
     per_payload = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}.get(table.kind, (size - 1) / size)
     payload, sizes, seconds = wire_bytes / per_payload, table.payload_bytes, table.seconds

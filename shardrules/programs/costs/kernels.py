@@ -1,11 +1,12 @@
-"""What one run of a compiled kernel takes, from what is known of it best.
+"""The time of one run of a compiled kernel, from its most reliable description.
 
-What the user says comes first. Then the compiler's own estimate in cycles, which libtpu prints for what it compiles
-itself: of a matmul it knows the tiles and how they fill the units. Then the shapes of the matmuls, at the rates that
-the hardware reaches for them, or the memory traffic, whichever takes longer.
+The user's costs come first. Then the compiler's own estimate in cycles, which libtpu prints for the kernels that it
+compiles itself: of a matmul it knows the tiles and how they fill the units. Then the shapes of the matmuls, at the
+rates that the hardware reaches for them, or the memory traffic, whichever takes longer.
 
-The estimate is believed for matmuls only. Held against measurements, that of 8192x8192x8192 on a v6e is within 1 %. Of
-other kernels it is twice too long in bfloat16: it gives a copy as many cycles as one of twice the bytes in float32.
+The estimate is believed for matmuls only. Held against measurements, the estimate for 8192x8192x8192 on a v6e is within
+1 %. Of other kernels it is twice too long in bfloat16: it gives a copy as many cycles as the copy of the same elements
+in float32.
 """
 
 import math
@@ -20,8 +21,8 @@ from shardrules.programs.costs.memory import host_seconds, traffic_seconds
 from shardrules.programs.machine.hardware import Hardware
 
 READS_PER_WRITE = 20
-"""A kernel that reads this many times what it writes is as fast as one that only reads, within 1 %: on GPUs reads are
-up to 10 % faster than copies. With half as many it is within 1 %, too; with twice as many fewer kernels count."""
+"""A kernel that reads this many times the bytes that it writes is as fast as one that only reads, within 1 %: on GPUs
+reads are up to 10 % faster than copies."""
 
 
 def kernel_seconds(kernel: Kernel, hardware: Hardware) -> float:
@@ -57,14 +58,14 @@ def estimated_seconds(kernel: Kernel, hardware: Hardware) -> float | None:
 
 
 def flops_part(kernel: Kernel, hardware: Hardware) -> float:
-    """What the matmuls of a kernel take, one after the other."""
+    """The time of a kernel's matmuls, one after the other."""
     if kernel.matmuls:
         return math.fsum(_matmul_seconds(matmul, hardware) for matmul in kernel.matmuls)
     return math.fsum(flops_seconds(flops, dtype, precision, hardware) for (dtype, precision), flops in kernel.flops)
 
 
 def traffic_part(kernel: Kernel, hardware: Hardware) -> float:
-    """What the memory traffic of a kernel takes, all of its passes together."""
+    """The time of a kernel's memory traffic, all of its passes together."""
     access = "read" if kernel.read_bytes >= READS_PER_WRITE * kernel.written_bytes else "copy"
     gathered = min(kernel.gathered_bytes, kernel.device_bytes)
     seconds = traffic_seconds(gathered, hardware, "gather")

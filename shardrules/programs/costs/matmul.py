@@ -1,4 +1,5 @@
-"""What a matmul takes: by a table of measured ones where the sheet has one, otherwise by the unit's tile and its peak.
+"""The time of a matmul: from a sheet's table of measured ones if it has one, otherwise from the unit's tile and its
+peak.
 
 Between the sizes of a table, time is interpolated where both are logarithms. A matmul that is part of a larger one
 never takes longer than it, whatever the table says: the library could have run the larger one.
@@ -17,7 +18,7 @@ from shardrules.programs.machine.hardware import Hardware, fraction, multiplied_
 from shardrules.programs.machine.measured import MatmulRates
 
 _PASSES = re.compile(r"_x(\d+)$")
-"""How many matmuls in a smaller dtype an algorithm adds up: 3 in `dot_bf16_bf16_f32_x3`."""
+"""The number of matmuls in a smaller dtype that an algorithm adds up: 3 in `dot_bf16_bf16_f32_x3`."""
 
 _COMPLEX = re.compile(r"c(omplex)?\d")
 """The names of complex dtypes, XLA's and NumPy's."""
@@ -28,25 +29,6 @@ _DTYPES = {"tf32": "f32", "any": "f8"}
 _SIBLINGS = {"f16": "bf16", "bf16": "f16", "s8": "f8", "f8": "s8"}
 """Kinds that the same units multiply at the same rate, so that the table of one serves the other."""
 
-_BELOW = 1 / 3
-"""Time falls with this power of a size below the smallest that was measured, as it does between the first two sizes of
-the tables for H100 and B200. With twice as much, matmuls smaller than that cost less, down to a table's least time."""
-
-_ROWS = 64
-"""The fewest rows and columns that a kernel of a GPU multiplies at once: a batch of smaller matmuls takes as long as of
-these. With twice as many, batches of products of a matrix and a vector take up to twice as long."""
-
-_BLOCK_BYTES = 4 * 2**20
-"""What a unit with a tile loads before it multiplies, and writes after it: more than that overlaps with multiplying.
-
-With this much, cubes of 256 to 4096 take within 20 % of what libtpu expects of a v5e, v5p and v6e; with twice as much,
-those of 1024 and 2048 take up to a third longer.
-"""
-
-_FILL_SECONDS = 1.3e-6
-"""How much longer than any small kernel a unit with a tile takes for the smallest matmul, until it is full and empty
-again. With twice as much, cubes of 256 take a third longer than libtpu expects; without it, half as long."""
-
 _BYTES = {"f64": 8, "f32": 4, "f32_highest": 4, "f8": 1, "s8": 1}
 """The bytes of an element of each kind of multiplication, other than 2."""
 
@@ -55,10 +37,10 @@ _Grid: TypeAlias = list[list[list[float]]]
 
 @functools.lru_cache(maxsize=2**16)
 def matmul_seconds(batch: int, m: int, n: int, k: int, dtype: Any, precision: str, hardware: Hardware) -> float:
-    """How long `batch` matmuls of (m, k) by (k, n) take as one kernel, without its launch.
+    """The time of `batch` matmuls of (m, k) by (k, n) as one kernel, without its launch.
 
-    `dtype` is what is multiplied, and `precision` one of JAX's, or the name of an algorithm. Measured rates include
-    reading the operands and writing the result; without a table that is for `traffic_seconds`.
+    `dtype` is the operands', and `precision` one of JAX's, or the name of an algorithm. Measured rates include reading
+    the operands and writing the result; without a table that is for `traffic_seconds`.
 
     ```python
     from shardrules.programs.costs.matmul import matmul_seconds
@@ -77,8 +59,9 @@ def matmul_seconds(batch: int, m: int, n: int, k: int, dtype: Any, precision: st
         padded = [padded_size(size, hardware.matmul_tile) for size in (m, n, k)]
         seconds += flops_seconds(2 * batch * math.prod(padded), dtype, precision, hardware)
     else:
-        # The tiles of all results of a batch run side by side, as those of one matmul with as many rows.
-        rows, columns = (m, n) if batch == 1 else (batch * max(m, _ROWS), max(n, _ROWS))
+        # The tiles of all results of a batch run side by side, as in one matmul with as many rows.
+        # A kernel of a GPU multiplies at least 64 rows and columns at once.
+        rows, columns = (m, n) if batch == 1 else (batch * max(m, 64), max(n, 64))
         inside = min(rows, table.m[-1]), min(columns, table.n[-1])
         seconds = _interpolated(table, (*inside, k * passes)) * table.peak / peak
         # Rows and columns beyond the table fill the chip: they run at the rate of large matmuls.
@@ -100,17 +83,17 @@ def padded_size(size: int, tile: int) -> int:
 
 
 def flops_seconds(flops: float, dtype: Any, precision: str, hardware: Hardware) -> float:
-    """How long the FLOPs of matmuls take whose sizes are unknown: as a large one."""
+    """The time of the FLOPs of matmuls of unknown sizes: as in a large one."""
     kind, passes = multiplication(dtype, precision, hardware)
     reached = fraction(hardware.matmul_fractions, kind, _SIBLINGS.get(kind, kind))
     return flops * passes / (dict(hardware.peak_flops)[kind] * reached)
 
 
 def multiplication(dtype: Any, precision: str, hardware: Hardware) -> tuple[str, int]:
-    """Which of the hardware's kinds of multiplication a matmul runs as, and how often.
+    """The hardware's kind of multiplication that a matmul runs as, and the number of times that it runs.
 
-    `precision` is one of JAX's, or the name of an algorithm. `dot_f32_f32_f32` is what "highest" asks for: full f32,
-    not the TF32 or bf16 that a matmul of f32 may run in.
+    `precision` is one of JAX's, or the name of an algorithm. `dot_f32_f32_f32` is the same as "highest": full f32, not
+    the TF32 or bf16 that a matmul of f32 may run in.
     """
     highest = precision == "highest" or precision.startswith("dot_f32")
     passes = _PASSES.search(precision)
@@ -121,9 +104,11 @@ def multiplication(dtype: Any, precision: str, hardware: Hardware) -> tuple[str,
 
 
 def _start_seconds(moved_bytes: int, hardware: Hardware) -> float:
-    """What a matmul without a table takes besides multiplying: filling a unit with a block, or a table's least time."""
+    """The time besides multiplying, without a table: filling a unit with a block, or another table's least time."""
     if hardware.matmul_tile > 1:
-        return _FILL_SECONDS + traffic_seconds(min(moved_bytes, _BLOCK_BYTES), hardware)
+        # Filling and emptying the unit takes 1.3 microseconds. Of the operands and the result 4 MiB are not hidden by
+        # multiplying. With both, cubes of 256 to 4096 are within 20 % of libtpu's estimates for a v5e, v5p and v6e.
+        return 1.3e-6 + traffic_seconds(min(moved_bytes, 4 * 2**20), hardware)
     return min((math.exp(_logs(measured)[0][0][0]) for measured in hardware.matmul_rates), default=0.0)
 
 
@@ -148,9 +133,10 @@ def _interpolated(table: MatmulRates, dims: tuple[int, int, int]) -> float:
     logs, outside = _logs(table), 1.0
     corners: list[tuple[int, float]] = []
     for size, sizes in zip(dims, (table.m, table.n, table.k), strict=True):
-        # More to sum up takes as much longer; below the smallest size time falls more slowly than the work.
+        # More to sum up takes as much longer; below the smallest size time falls more slowly than the work, with the
+        # power by which it falls between the first two sizes of the tables for H100 and B200.
         inside = min(max(size, sizes[0]), sizes[-1])
-        outside *= size / inside if size > inside else (size / inside) ** _BELOW
+        outside *= size / inside if size > inside else (size / inside) ** (1 / 3)
         low = max(0, min(bisect_right(sizes, inside), len(sizes) - 1) - 1)
         width = math.log(sizes[low + 1] / sizes[low]) if len(sizes) > 1 else 1.0
         corners.append((low, math.log(inside / sizes[low]) / width))

@@ -1,11 +1,11 @@
-"""What reading and writing the memory of a device takes."""
+"""The time to read and write the memory of a device."""
 
 from shardrules.programs.machine.hardware import Hardware, fraction
 from shardrules.programs.machine.measured import Access
 
 
 def traffic_seconds(nbytes: float, hardware: Hardware, access: Access = "copy") -> float:
-    """How long a kernel takes to read and write `nbytes` in all, without its launch.
+    """The time of a kernel that reads and writes `nbytes` in all, without its launch.
 
     ```python
     from shardrules.programs.costs.memory import traffic_seconds
@@ -18,5 +18,5 @@ def traffic_seconds(nbytes: float, hardware: Hardware, access: Access = "copy") 
 
 
 def host_seconds(nbytes: float, hardware: Hardware) -> float:
-    """How long a device takes to send `nbytes` to the memory of its host, or to fetch as much from there."""
+    """The time of a device to send `nbytes` to the memory of its host, or to fetch as much from there."""
     return nbytes / hardware.host_link_bytes_per_second

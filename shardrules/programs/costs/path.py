@@ -1,4 +1,4 @@
-"""The critical path: the chain of kernels and tasks, each of which waits for the one before, that takes the whole step.
+"""The critical path: the chain of kernels and tasks that takes the whole step, in which each waits for the one before.
 
 It is kept backwards: each part of it knows what came before. A collective that the device waits for continues the path
 that led to its start, and the kernels that ran beside it are no part of it any more.

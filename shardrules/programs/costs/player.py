@@ -34,17 +34,14 @@ from shardrules.programs.costs.tasks import COMPUTE, OTHER_STREAM, BackgroundTas
 from shardrules.programs.costs.timeline import PROGRAM, Event, EventKind
 
 _MAX_ROUNDS = 16
-"""How many rounds of a loop are played until it is given up that one is like the next. All loops of six programs for
-TPUs and GPUs are steady after two. With half as many, loops in front of which much was begun take a little longer than
-they should; with twice as many, loops that nothing waits for cost twice the time for each level."""
-
-_SHOWN_ROUNDS = 2
-"""How many rounds of a loop a timeline shows at least, if there are as many."""
+"""The rounds of a loop that are played in search of one that is like the next. All loops of six programs for TPUs and
+GPUs are steady after two."""
 
 _PURPOSES: Mapping[TaskKind, Purpose] = MappingProxyType(
     {"communication": "exposed", "copy": "copy", "compute": "compute"}
 )
-"""What the device does while it waits for a task. Waiting for kernels of another stream counts as computing."""
+"""The use of the time in which the device waits for a task. Waiting for kernels of another stream counts as computing.
+"""
 
 _SAME = 1e-9
 """Rounds are the same if nothing differs by more than this part of their length: rounding errors are far smaller."""
@@ -58,28 +55,28 @@ class Handle:
     task: BackgroundTask
     end: float
     path: PathPart | None
-    """What leads to its end."""
+    """The path to its end."""
 
 
 @final
 @attrs.frozen(eq=False)
 class Older:
-    """What was under way before a loop began. It ends when it ends, however many rounds there are until then."""
+    """Tasks under way before a loop began. They end at times of their own, after any number of rounds."""
 
     handles: tuple[Handle, ...]
     sending: tuple[tuple[float, float, str], ...]
 
     @property
     def changes(self) -> list[float]:
-        """When any of it begins or ends."""
+        """The times at which any of it begins or ends."""
         return [*(handle.end for handle in self.handles), *(time for each in self.sending for time in each[:2])]
 
     def has_change(self, start: float, now: float) -> bool:
-        """Whether any of it begins or ends in a round, which no other round is like then."""
+        """Any of it begins or ends in a round, which is like no other round then."""
         return any(start < time <= now for time in self.changes)
 
     def rounds(self, count: int, start: float, now: float) -> int:
-        """How many of the next rounds, each as long as that from `start` to `now`, are over before it changes."""
+        """The number of the next rounds, each as long as from `start` to `now`, that are over before it changes."""
         left = [time - now for time in self.changes if time > now]
         return min([count, *(int(seconds / (now - start)) for seconds in left if now > start)])
 
@@ -95,11 +92,11 @@ class Player:
 
     reader: StepReader
     records: bool = True
-    """Whether to keep events for a timeline."""
+    """Events are kept for a timeline."""
 
     now: float = 0.0
     free: dict[str, float] = attrs.Factory(dict)
-    """When each resource will be free."""
+    """The time at which each resource will be free."""
 
     under_way: list[Handle] = attrs.Factory(list)
     """The tasks that may not have ended yet, by when they began."""
@@ -112,10 +109,10 @@ class Player:
     """The branch that each conditional takes, by index."""
 
     path: PathPart | None = None
-    """What leads to this moment."""
+    """The path to this moment."""
 
     paths: dict[str, PathPart | None] = attrs.Factory(dict)
-    """What leads to the moment at which each resource will be free."""
+    """The path to the moment at which each resource will be free."""
 
     tally: Tally = attrs.Factory(Tally)
     events: list[Event] = attrs.Factory(list)
@@ -173,7 +170,7 @@ class Player:
         self._advance(end)
 
     def _end_of(self, seconds: float) -> float:
-        """When a kernel ends that would take so many seconds without collectives beside it."""
+        """The end of a kernel that would take so many seconds without collectives beside it."""
         now, fraction = self.now, self.reader.hardware.overlap_fraction
         for begin, end, _ in self.sending if fraction < 1 else ():  # a later one begins later than all of these
             alone = max(0.0, min(seconds, begin - now))
@@ -243,7 +240,8 @@ class Player:
             old_ends, ends = ends, self._ends(carried)
             is_steady = _is_steady(old_ends, start, ends, self.now)
             rest = older.rounds(loop.rounds - index, start, self.now)
-            if rest and tallies and ((is_steady and index >= _SHOWN_ROUNDS) or len(tallies) >= _MAX_ROUNDS):
+            # A timeline shows at least two rounds of a loop.
+            if rest and tallies and ((is_steady and index >= 2) or len(tallies) >= _MAX_ROUNDS):
                 # Where rounds alternate between two lengths, the rest takes the mean of them.
                 shares = [(self.tally, 1.0)] if is_steady else [(tally, 0.5) for tally in tallies[-2:]]
                 self._repeat(shares, rest, start, free, older)
@@ -295,7 +293,8 @@ class Player:
         self.now += shift
 
     def _ends(self, carried: Carried) -> dict[str, float]:
-        """When each resource will be free, and what the next round may wait for will end."""
+        """The times at which each resource will be free, and at which the tasks that the next round may wait for will
+        end."""
         return {**self.free, **{f"#{path}": end for path, end in _carried_ends(carried, "")}}
 
     def _branch(self, branch: BranchStep, carried: dict[str, Carried]) -> Carried:
@@ -352,7 +351,7 @@ def _carried_ends(carried: Carried, path: str) -> Iterator[tuple[str, float]]:
 
 
 def _is_steady(old: dict[str, float], start: float, new: dict[str, float], now: float) -> bool:
-    """Whether a round from `start` to `now` left everything as it was, seen from the clock, or did not touch it."""
+    """A round from `start` to `now` left everything as it was, seen from the clock, or did not touch it."""
 
     def is_same(name: str) -> bool:
         before, after = old.get(name, 0.0), new.get(name, 0.0)

@@ -20,7 +20,8 @@ from shardrules.programs.machine.hardware import Hardware
 @final
 @attrs.frozen
 class LineTime:
-    """What a line of Python takes of a step. `seconds` of all lines add up to its time, and so do `critical_seconds`.
+    """The part of a step that a line of Python takes. `seconds` of all lines add up to the step's time, and so do
+    `critical_seconds`.
 
     ```python
     line = sr.reports.LineTime("model.py:12", 0.004, 0.003, 0.001)
@@ -35,17 +36,17 @@ class LineTime:
     communication_seconds: float = 0.0
     """Its collectives, hidden or not."""
     exposed_seconds: float = 0.0
-    """How long the device waits for them."""
+    """The time that the device waits for them."""
     copy_seconds: float = 0.0
-    """How long the device waits for its copies between memories."""
+    """The time that the device waits for its copies between memories."""
     critical_seconds: float = 0.0
-    """How long it is on the critical path: only this shortens the step."""
+    """Its time on the critical path: only this shortens the step."""
     hidden_by: str = ""
     """The line whose kernels hide the largest part of its collectives; empty if that is unknown, or nothing does."""
 
     @property
     def seconds(self) -> float:
-        """How long the device computes it or waits for it."""
+        """The time that the device computes it or waits for it."""
         return self.compute_seconds + self.exposed_seconds + self.copy_seconds
 
 
@@ -58,7 +59,7 @@ class PlayedSchedule:
     lines: tuple[LineTime, ...]
     timeline: Timeline
     resources: tuple[tuple[str, float], ...]
-    """How long each resource beside the kernels is busy."""
+    """The time that each resource beside the kernels is busy."""
 
 
 def play_schedule(
@@ -80,7 +81,7 @@ def play_schedule(
 
 
 def _line_times(tally: Tally, critical: Mapping[str, float]) -> tuple[LineTime, ...]:
-    """What each line takes, the longest first."""
+    """The time of each line, the longest first."""
     compute, sent, exposed, copies = (tally.of(purpose) for purpose in ("compute", "sent", "exposed", "copy"))
     hidden_by: dict[str, tuple[float, str]] = {}
     for line, beside, seconds in tally.hidden():

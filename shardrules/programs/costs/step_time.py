@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias, final
 import attrs
 
 Bound: TypeAlias = Literal["compute", "memory", "communication"]
-"""What limits a step."""
+"""The limit of a step."""
 
 
 def _nothing_is_hidden(time: "StepTime") -> float:
@@ -30,13 +30,13 @@ class StepTime:
     compute_seconds: float
     """All kernels together."""
     communication_seconds: float
-    """How long links or networks are busy."""
+    """The time that links or networks are busy."""
     memory_seconds: float = 0.0
     """The part of `compute_seconds` in kernels that are limited by memory bandwidth."""
     exposed_seconds: float = attrs.field(default=attrs.Factory(_nothing_is_hidden, takes_self=True))
     """The part of `communication_seconds` in which no kernel runs. By default all of it."""
     copy_seconds: float = 0.0
-    """How long the device waits for copies between its memories, or to and from its host."""
+    """The time that the device waits for copies between its memories, or to and from its host."""
 
     @property
     def seconds(self) -> float:
@@ -50,7 +50,7 @@ class StepTime:
 
     @property
     def bound(self) -> Bound:
-        """Whether links or kernels are busy for longer; for kernels, what limits most of their time."""
+        """Communication if links are busy for longer than kernels; otherwise the limit in most of the kernels' time."""
         if self.communication_seconds > self.compute_seconds:
             return "communication"
         return "memory" if 2 * self.memory_seconds > self.compute_seconds else "compute"

@@ -38,10 +38,6 @@ _INDEX = re.compile(r"\bindex=(\d+)")
 _CHANNEL = re.compile(r"channel_id=\d+")
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="[^"]*"')
 
-_MAX_NEAR = 24
-"""How many instructions around one without a line are searched for one. Of six programs for TPUs and GPUs up to 2 % of
-the time then has no line; with half as many up to 12 %. Four times as many find nearly all, and take longer."""
-
 
 @final
 @attrs.frozen
@@ -63,7 +59,7 @@ class StartStep:
     task: BackgroundTask
     blocks: bool
     meeting: str = ""
-    """What the instructions of one task have in common, where no value goes from the first to the last."""
+    """The common key of the instructions of one task, if no value goes from the first to the last."""
 
 
 @final
@@ -282,7 +278,7 @@ class StepReader:
             line = next(filter(None, map(self._line, (each, *parts))), "")
             if line:
                 return line
-            if len(near) < _MAX_NEAR:
+            if len(near) < 24:  # of six programs for TPUs and GPUs up to 2 % of the time then has no line
                 # What uses a result is more often the reason for it than what made its operands.
                 near += computation.users.get(each.name, ())
                 near += [computation.by_name[operand] for operand in each.operands]
@@ -299,7 +295,7 @@ class StepReader:
 
 
 def _blocks(instruction: Instruction) -> bool:
-    """Whether kernels wait for a collective where it begins."""
+    """Kernels wait for a collective where it begins."""
     if instruction.op == "send":
         return False
     if not instruction.op.endswith("-start"):

@@ -1,4 +1,4 @@
-"""What the time of a step goes to, added up while a schedule is played."""
+"""The purposes of a step's time, added up while a schedule is played."""
 
 from collections.abc import Iterator, Mapping
 from typing import Literal, TypeAlias, final
@@ -6,12 +6,12 @@ from typing import Literal, TypeAlias, final
 import attrs
 
 Purpose: TypeAlias = Literal["compute", "memory", "exposed", "copy", "sent", "resource", "busy", "hidden"]
-"""What seconds are added up for: kernels, those of them that are memory-bound, waiting for collectives, waiting for
-copies, collectives with or without kernels beside them, each resource, the moments at which anything is sent, and what
-runs beside what."""
+"""The purposes that seconds are added up for: kernels, their memory-bound part, waiting for collectives, waiting for
+copies, collectives with or without kernels beside them, each resource, the moments at which anything is sent, and
+kernels beside hidden collectives."""
 
 Key: TypeAlias = tuple[Purpose, str, str]
-"""A purpose with a line of code or a resource; the second line is that of the kernels beside a hidden collective."""
+"""A purpose with a line of code or a resource; the second line is of the kernels beside a hidden collective."""
 
 
 @final

@@ -1,4 +1,4 @@
-"""What a program does beside its kernels: collectives and copies, with the time and the resources that each takes."""
+"""The work of a program beside its kernels: collectives and copies, with the time and the resources that each takes."""
 
 from typing import Literal, TypeAlias, final
 

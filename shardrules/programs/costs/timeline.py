@@ -11,8 +11,8 @@ PROGRAM = "program"
 """The row of the loops."""
 
 EventKind: TypeAlias = Literal["compute", "communication", "copy", "wait", "loop", "rest"]
-"""What an event is: a kernel, a collective, a copy between memories, waiting, a loop or a round of one, and the rounds
-of a loop that are not shown one by one."""
+"""The kinds of events: a kernel, a collective, a copy between memories, waiting, a loop or a round of one, and the
+rounds of a loop that are not shown one by one."""
 
 _COLOURS = {
     "compute": "thread_state_running",
@@ -23,9 +23,6 @@ _COLOURS = {
     "rest": "generic_work",
 }
 """Names of colours that trace viewers know."""
-
-_NANOSECOND_DIGITS = 3
-"""Digits of microseconds, the unit of traces."""
 
 
 @final
@@ -44,17 +41,18 @@ class Event:
 
     @property
     def end(self) -> float:
-        """When it ends."""
+        """The time of its end."""
         return self.start + self.seconds
 
 
 @final
 @attrs.frozen
 class Timeline:
-    """What runs when in one call of a program, from `AuditReport.timeline`: in seconds, and on one device.
+    """The events of one call of a program, from `AuditReport.timeline`: in seconds, and on one device.
 
     Of a loop it has the first rounds and an event for the rest. `rows` are the resources: the program with its loops,
-    the kernels, links and networks, copies. Two events of a row never overlap, except for loops with what is in them.
+    the kernels, links and networks, copies. Two events of a row never overlap, except for loops with their rounds and
+    kernels.
 
     ```python
     event = sr.reports.Event("fusion.1", "model.py:7", "compute", 0.0, 0.002, "compute")
@@ -69,7 +67,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """When the last event ends."""
+        """The end of the last event."""
         return max((event.end for event in self.events), default=0.0)
 
     @property
@@ -100,13 +98,14 @@ class Timeline:
 
 def _slice(event: Event, row: int) -> dict[str, Any]:
     # Both ends are rounded, so that neighbours still touch and what is nested stays inside.
-    start, end = (round(1e6 * seconds, _NANOSECOND_DIGITS) for seconds in (event.start, event.end))
+    # Traces are in microseconds, and digits end at nanoseconds.
+    start, end = (round(1e6 * seconds, 3) for seconds in (event.start, event.end))
     return {
         "ph": "X",
         "name": event.name,
         "cat": event.kind,
         "ts": start,
-        "dur": round(end - start, _NANOSECOND_DIGITS),
+        "dur": round(end - start, 3),
         "pid": 0,
         "tid": row,
         "cname": _COLOURS[event.kind],

@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of `expert_exchange`."""
+"""The checks of the arguments of `expert_exchange`."""
 
 import math
 from collections.abc import Iterator
@@ -62,6 +62,7 @@ def _way_problems(tokens: Any, how: str | None, has_axis: bool, capacity: int | 
         yield f"capacity must be a whole number of at least 1, got {capacity!r}"
     if how in NEED_CAPACITY and capacity is None:
         yield f'how={how!r} has slots for tokens: pass capacity=, or how="ragged"'
+    # "sum" keeps tokens whole on every device; every other way splits them by groups.
     if capacity is not None and tokens.ndim == 2 and (how or "sum") != "sum":
         yield (
             f"tokens {tokens.shape} are one group, which competes for the capacity of each expert and cannot be split: "

@@ -18,8 +18,8 @@ from shardrules.programs.regions.declaration import Axes
 
 @final
 class SentSlices(NamedTuple):
-    """What goes from one device to the others, as `jax.lax.ragged_all_to_all` takes it: slices of rows, the same number
-    for each device."""
+    """The slices of rows that go from one device to the others, as `jax.lax.ragged_all_to_all` takes them: the same
+    number for each device."""
 
     input_offsets: jax.Array
     send_sizes: jax.Array
@@ -29,7 +29,7 @@ class SentSlices(NamedTuple):
 
 @final
 class Ways(NamedTuple):
-    """How rows go to the experts, and how they come back."""
+    """The ways of rows to the experts and back."""
 
     outward: SentSlices
     back: SentSlices
@@ -38,7 +38,7 @@ class Ways(NamedTuple):
 
 
 def ways_of(sizes: jax.Array, axis_name: Axes, stride: int | None) -> Ways:
-    """How rows that are sorted by expert go to the experts, with so many rows for each of all experts.
+    """The ways of rows that are sorted by expert, with so many rows for each of all experts.
 
     They come sorted by expert and then by device. An expert has its first row at a multiple of `stride`, or right after
     the rows of the expert before it.

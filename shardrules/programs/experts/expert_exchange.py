@@ -17,7 +17,7 @@ from shardrules.programs.regions.declaration import Axes
 
 @final
 class ExpertLoad(NamedTuple):
-    """How many tokens go to each expert."""
+    """The number of tokens for each expert."""
 
     routed: jax.Array
     """[experts]: how many choices of tokens were of each expert."""
@@ -106,7 +106,7 @@ def expert_exchange(
 
 
 def _as_int(capacity: Any) -> Any:
-    """Integers of any library as those of Python; what is none is left to the check."""
+    """Integers of any library as Python's; other values are left to the check."""
     if capacity is None or isinstance(capacity, bool):
         return capacity
     try:
@@ -116,7 +116,7 @@ def _as_int(capacity: Any) -> Any:
 
 
 def _without_empty_dims(tokens: jax.Array, routes: jax.Array, weights: jax.Array) -> list[jax.Array]:
-    """Where there are no tokens or no choices, a token or a choice of no expert."""
+    """The arrays as they are, or with a token or a choice of no expert added if there are no tokens or no choices."""
     missing = [int(size == 0) for size in routes.shape]
     if not any(missing):
         return [tokens, routes, weights]
@@ -129,7 +129,7 @@ def _without_empty_dims(tokens: jax.Array, routes: jax.Array, weights: jax.Array
 
 
 def _ways(how: str | None, capacity: int | None, has_axis: bool, ndim: int) -> Axes:
-    """The ways that are possible, of which one runs."""
+    """The possible ways; one of them runs."""
     if how is not None:
         return (how,)
     is_divided = ndim > (2 if capacity is not None else 1)

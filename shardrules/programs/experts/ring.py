@@ -18,7 +18,7 @@ Params: TypeAlias = list[jax.Array]
 @final
 @attrs.frozen
 class Visit:
-    """What a device does with the experts that visit it; `tables` says which rows are theirs."""
+    """The work of a device with the experts that visit it; `tables` says which rows are theirs."""
 
     take: Callable[[Any, jax.Array, jax.Array], jax.Array]
     """From tables, rows and the device whose experts visit to the rows of these."""
@@ -30,7 +30,7 @@ class Visit:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def go_round(visit: Visit, axis_name: tuple[str, ...], tables: Any, params: Params, rows: jax.Array) -> jax.Array:
-    """What all experts make of rows."""
+    """The results of all experts for rows."""
     devices, index = lax.axis_size(axis_name), lax.axis_index(axis_name)
 
     def meet(params: Params, results: jax.Array, step: Any) -> jax.Array:

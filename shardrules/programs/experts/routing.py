@@ -1,4 +1,4 @@
-"""Which row of the experts' input each token goes to, and back: tokens are sorted by expert.
+"""The rows of the experts' input that tokens go to, and back: tokens are sorted by expert.
 
 Rows of an expert are in the order of groups, then of choices, then of tokens. With a capacity the first rows of each
 group are kept, so that all first choices come before any second choice.
@@ -17,7 +17,7 @@ class Segments(NamedTuple):
     """The tokens of one device, sorted by expert and group of tokens: a segment for each pair of these."""
 
     order: jax.Array
-    """[choices * tokens]: indices of choices, those of the first expert first."""
+    """[choices * tokens]: indices of choices, sorted by expert."""
     ranks: jax.Array
     """[choices * tokens]: the position of each choice in `order`."""
     keys: jax.Array
@@ -28,7 +28,7 @@ class Segments(NamedTuple):
 
 @final
 class Table(NamedTuple):
-    """Which token is in each row, and in which row is each choice."""
+    """The token in each row, and the row of each choice."""
 
     tokens: jax.Array
     """[rows]: the token of a row; past the last where the row is empty."""
@@ -64,7 +64,7 @@ def group_counts(routes: jax.Array, expert_count: int) -> jax.Array:
 
 
 def as_indices(routes: jax.Array, expert_count: int) -> jax.Array:
-    """Routes in int32, which can count experts and groups; of wider ones, those of no expert are -1."""
+    """Routes in int32, which can count experts and groups; wider routes to no expert are -1."""
     if routes.dtype.itemsize < 4 or routes.dtype == jnp.int32:
         return routes.astype(jnp.int32)
     is_routed = (routes >= 0) & (routes < expert_count)

@@ -1,4 +1,4 @@
-"""What each device does: the ways to bring tokens and experts together, as functions of shards."""
+"""The work of each device: the ways to bring tokens and experts together, as functions of shards."""
 
 import math
 from typing import Any, final
@@ -17,7 +17,8 @@ from shardrules.programs.experts.stacked import StackedExperts
 @final
 @attrs.frozen(eq=False)
 class Shard:
-    """The tokens of a device, and the experts that they can reach: its own, and those of devices along `axis_name`."""
+    """The tokens of a device, and the experts that they can reach: its own, and the experts of devices along
+    `axis_name`."""
 
     tokens: jax.Array
     """[tokens, width]"""

@@ -1,4 +1,4 @@
-"""How arrays are split where a user names the mesh axes of experts."""
+"""The specs of arrays if a user names the mesh axes of experts."""
 
 import math
 from collections.abc import Sequence

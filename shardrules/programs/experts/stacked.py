@@ -12,7 +12,7 @@ import numpy as np
 from shardrules.core.errors import ConfigError, ConfigTypeError
 
 _WITH_CAPACITY, _WITHOUT_CAPACITY = "rows", "rows, group_sizes"
-"""What experts are called with."""
+"""The arguments of experts."""
 
 
 @final
@@ -25,12 +25,12 @@ class StackedExperts:
     """Its leaves; `_ARRAY` for arrays."""
 
     def one_by_one(self, params: Sequence[jax.Array], rows: jax.Array) -> jax.Array:
-        """What each expert makes of its rows: [experts, rows, ...]."""
+        """The results of each expert for its rows: [experts, rows, ...]."""
         results = jax.vmap(lambda arrays, rows: self._with(arrays)(rows))(list(params), rows)
         return _checked(results, rows.shape[:2], _WITH_CAPACITY)
 
     def in_groups(self, params: Sequence[jax.Array], rows: jax.Array, sizes: jax.Array) -> jax.Array:
-        """What all experts make of rows that are sorted by expert; zeros for rows of none."""
+        """The results of all experts for rows that are sorted by expert; zeros for rows of none."""
         results = _checked(self._with(params)(rows, sizes), rows.shape[:1], _WITHOUT_CAPACITY)
         is_routed = jnp.arange(len(rows)) < sizes.sum()
         return jnp.where(is_routed[:, None], results, 0)
@@ -51,13 +51,13 @@ def unstack(experts: Any) -> tuple[StackedExperts, list[jax.Array]]:
 
 
 def expert_count(experts: Any) -> int | None:
-    """How many experts are stacked; `None` if they are not."""
+    """The number of stacked experts; `None` if they are not stacked."""
     counts = {leaf.shape[:1] for leaf in jax.tree.leaves(experts) if _is_array(leaf)}
     return next(iter(counts))[0] if len(counts) == 1 and () not in counts else None
 
 
 def stacking_problems(experts: Any) -> list[str]:
-    """Why these cannot be experts."""
+    """The reasons why these cannot be experts."""
     leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(experts)]
     shapes = {path: leaf.shape for path, leaf in leaves if _is_array(leaf)}
     if not callable(experts) or not shapes:
@@ -88,7 +88,7 @@ def inner_dims(inner: Any, count: int) -> tuple[Any, ...]:
 
 
 def inner_problems(inner: Any, experts: Any) -> list[str]:
-    """Why these cannot be inner dims of experts."""
+    """The reasons why these cannot be inner dims of experts."""
     arrays = [leaf for leaf in jax.tree.leaves(experts) if _is_array(leaf)]
     dims = inner_dims(inner, len(arrays))
     if len(dims) != len(arrays):

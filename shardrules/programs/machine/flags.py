@@ -16,7 +16,7 @@ Flags: TypeAlias = tuple[tuple[str, str], ...]
 """Names without dashes and values as text, each name once, in the order of their last mention."""
 
 FlagsLike: TypeAlias = "str | Mapping[str, object] | Iterable[tuple[str, object]] | None"
-"""What flags may be written as: a string, or names with values; `None` for no flags."""
+"""Flags as users write them: a string, or names with values; `None` for no flags."""
 
 _SET_MARK = ":"
 """Names of sets have a colon, as `maxtext:v5p` does, and those of flags never do."""
@@ -57,6 +57,7 @@ def read_flags(flags: FlagsLike) -> Flags:
         if not isinstance(name, str) or not isinstance(value, str | bool | int | float):
             raise ConfigTypeError(f"flags must have names and plain values, got {name!r:.40}: {value!r:.40}")
         key = name.strip().lstrip("-")
+        # The last mention counts, and takes its place.
         values.pop(key, None)
         values[key] = str(value).lower() if isinstance(value, bool) else str(value)
     return tuple(values.items())

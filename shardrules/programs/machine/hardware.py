@@ -1,4 +1,4 @@
-"""What hardware can do: peak rates, memory and links. `sheets.toml` has ready sheets, every figure with its source."""
+"""Sheets of hardware: peak rates, memory and links. `sheets.toml` has ready ones, every figure with its source."""
 
 import functools
 import math
@@ -39,32 +39,6 @@ RATES = ("bf16", "f16", "f32", "f32_highest", "f8", "s8", "f64")
 at `precision="highest"`. `f8` is any float of 8 bits or fewer, `s8` any integer of 8 bits or fewer.
 """
 
-FIGURES = (
-    "peak_flops",
-    "memory_bytes",
-    "memory_bytes_per_second",
-    "link_bytes_per_second",
-    "link_latency_seconds",
-    "network_bytes_per_second",
-    "network_latency_seconds",
-    "devices_per_host",
-    "torus_dims",
-    "devices_per_chip",
-    "matmul_fractions",
-    "matmul_tile",
-    "matmul_rates",
-    "memory_fractions",
-    "link_fractions",
-    "collective_times",
-    "network_fraction",
-    "host_link_bytes_per_second",
-    "launch_seconds",
-    "collective_launch_seconds",
-    "clock_hertz",
-    "overlap_fraction",
-)
-"""The figures of a sheet, which are also the names that `Hardware.sources` may use."""
-
 # Hardware without a unit for a kind converts to a wider one: the first of these that has a rate.
 _FALLBACKS = {
     "bf16": ("f32",),
@@ -85,7 +59,7 @@ def _as_sources(value: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple[t
 @final
 @attrs.frozen(cache_hash=True)
 class Hardware:
-    """What one device can do, what of that programs reach, and what connects it to others.
+    """The abilities of one device, the part of them that programs reach, and its links to others.
 
     Rates are peaks; fractions and tables say what is reached. `Hardware.named` returns a ready sheet with both.
     `attrs.evolve` makes your own from it. A sheet of peaks alone assumes that all of them are reached, that nothing
@@ -330,7 +304,7 @@ class Hardware:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is a CPU, whose memory is that of its host."""
+        """Returns whether it is a CPU, whose memory is its host's."""
         return self.name.startswith("CPU")
 
     def flops_per_second(self, dtype: Any, *, highest: bool = False) -> float:
@@ -383,8 +357,12 @@ class Hardware:
         return dict(self.sources).get(figure, "")
 
 
+FIGURES = tuple(field.name for field in attrs.fields(Hardware) if field.name not in ("name", "sources"))
+"""The figures of a sheet, which are also the names that `Hardware.sources` may use."""
+
+
 def multiplied_as(hardware: Hardware, dtype: Any, *, highest: bool = False) -> str:
-    """Which of the hardware's kinds of multiplication a dtype runs as: its own, a wider one, or else the slowest."""
+    """Returns the kind of multiplication that a dtype runs as: its own, a wider one, or else the slowest."""
     rates = dict(hardware.peak_flops)
     kind = _rate_kind(dtype)
     kind = "f32_highest" if kind == "f32" and highest else kind
@@ -409,7 +387,7 @@ def _unknown_figure(name: str) -> str:
 
 
 def _rate_kind(dtype: Any) -> str:
-    """Which of `RATES` a dtype is multiplied at."""
+    """The one of `RATES` that a dtype is multiplied at."""
     try:
         name = dtype if isinstance(dtype, str) else np.dtype(dtype).name if dtype is not None else ""
     except TypeError:

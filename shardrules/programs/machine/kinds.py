@@ -1,4 +1,4 @@
-"""Which sheet of hardware a device has, by what JAX calls it."""
+"""The sheet of hardware of a device, by its name in JAX."""
 
 _GPUS = {"A100": "cuda:a100", "H100": "cuda:h100", "H200": "cuda:h200", "B200": "cuda:b200"}
 _TPUS = {

@@ -31,46 +31,43 @@ COLLECTIVE_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", 
 """The kinds of collectives that are measured, the most used first."""
 
 _SHARES = {"device": 0.2, "large matmuls": 0.4, "collectives": 0.75, "matmuls": 1.0}
-"""Until which part of the time limit each step may begin another measurement, in this order: the rate of large matmuls
-and the collectives decide most of a step. What one step leaves is for the next."""
+"""The part of the time limit until which each step may begin another measurement, in this order. Chosen by hand: large
+matmuls and collectives decide most of a step. The time that one step leaves is for the next."""
 
 _PROGRAM_SECONDS = 5e-3
-"""How long the rounds of one program should take: hundreds of times what a clock and a call vary by. With half as much
-small operations are noisier, with twice as much fewer sizes are measured in the time."""
+"""The time of the rounds of one program, chosen by hand: hundreds of times as much as a clock and a call vary."""
 
 _LOAD_SECONDS = 0.5
-"""How long the rounds of the largest matmuls take on accelerators: a chip at its limit of power runs slower after a
+"""The time of the rounds of the largest matmuls on accelerators: a chip at its limit of power runs slower after a
 fraction of a second, as it does in training. With a tenth an H100 is measured at a rate that it does not keep."""
 
 _MOST_ROUNDS = 200
-"""Rounds of the smallest operations. With twice as many, those are measured a little better, and loops take longer."""
+"""The rounds of the smallest operations, chosen by hand."""
 
 _RUNS = 6
-"""How often a program runs: once to warm up, and as often as it is timed."""
+"""The runs of a program: once to warm up, and as often as it is timed."""
 
 _CPU_RATES, _RATES = (1e10, 1e10, 1e-4), (1e13, 1e12, 1e-5)
-"""What is assumed before anything is measured, of CPUs and of accelerators: FLOPs and bytes per second, and the seconds
-of the smallest collective. It only decides how many rounds the first programs have: on a device that is half as fast
-these take twice as long."""
+"""The rates of CPUs and accelerators before anything is measured, chosen by hand: FLOPs and bytes per second, and the
+seconds of the smallest collective. They only decide the rounds of the first programs."""
 
 _WAIT_SECONDS = 300.0
-"""How much longer than the time limit processes wait for process 0, which may be compiling. With half as much a slow
-compiler could fail the others; with twice as much they say later that process 0 has ended."""
+"""The time that processes wait for process 0 beyond the time limit, as it may be compiling. Chosen by hand."""
 
 _MEMORY_SHARE = 1 / 8
-"""The share of a device's memory that the arrays of one measurement may have. Others may be using the rest: with all of
-it, devices that run something else fail."""
+"""The share of a device's memory that the arrays of one measurement may have, chosen by hand: others may be using the
+rest."""
 
 _TIME_LIMIT = "the time limit"
 
 _ALONE_COUNT = 6
-"""How many measurements there are of launches, of memory and of the link to the host: one, three and two."""
+"""The measurements of launches, of memory and of the link to the host: one, three and two."""
 
 
 @final
 @attrs.frozen
 class Sizes:
-    """How large what is measured is."""
+    """The sizes of the operations that are measured."""
 
     matmuls: tuple[int, ...]
     """The sizes of m, n and k, ascending."""
@@ -111,17 +108,17 @@ class CollectiveTime:
     kind: str
     group_size: int
     host_count: int
-    """How many hosts, or slices of TPUs, the group is on."""
+    """The hosts, or slices of TPUs, that the group is on."""
     dims: int
-    """Along how many dimensions of a torus its devices differ; 0 without coordinates."""
+    """The dimensions of a torus along which its devices differ; 0 without coordinates."""
     open_dims: int
-    """How many of these are too short to close to a ring."""
+    """Those of them that are too short to close to a ring."""
     payload_bytes: int
     seconds: float
 
     @property
     def wire_bytes(self) -> float:
-        """What a device sends in a ring."""
+        """The bytes that a device sends in a ring."""
         if self.kind == "collective-permute":
             return self.payload_bytes
         rounds = 2 if self.kind == "all-reduce" else 1
@@ -131,14 +128,14 @@ class CollectiveTime:
 @final
 @attrs.frozen
 class Measurements:
-    """What was measured, and what was not."""
+    """The measurements of some devices, and those that are missing."""
 
     device_kind: str
     platform: str
     device_count: int
     host_count: int
     memory_bytes: int
-    """What a program may use of a device's memory; 0 if the device does not say."""
+    """The part of a device's memory that a program may use; 0 if the device does not say."""
     launch_seconds: float
     """0 if it was not measured."""
     matmuls: tuple[MatmulTime, ...]
@@ -148,7 +145,7 @@ class Measurements:
     """Bytes per second by direction."""
     collectives: tuple[CollectiveTime, ...]
     skipped: tuple[str, ...]
-    """What the time limit left out, and what failed."""
+    """The measurements that the time limit left out, and those that failed."""
     whole_seconds: float = 0.0
     """About how long it takes to measure all; 0 if the time limit left nothing out."""
 
@@ -172,13 +169,13 @@ class _Session:
     tried: set[tuple[str, tuple[int, int, int]]] = attrs.field(factory=set)
     """The matmuls that were measured, or failed."""
     compile_seconds: float = 0.0
-    """What the last program took beside its runs."""
+    """The time of the last program beside its runs."""
     count: int = 0
-    """How many measurements were made, or failed."""
+    """The measurements that were made, or failed."""
 
     @property
     def rates(self) -> tuple[float, float, float]:
-        """What is assumed before anything is measured."""
+        """The assumed rates before anything is measured."""
         return _CPU_RATES if self.devices[0].platform == "cpu" else _RATES
 
     @property
@@ -187,11 +184,11 @@ class _Session:
         return next(device for device in self.devices if device.process_index == jax.process_index())
 
     def end(self, step: str) -> float:
-        """When a step may begin no other measurement."""
+        """Returns the time after which a step begins no other measurement."""
         return self.start + self.time_limit * _SHARES[step]
 
     def has_time(self, step: str, seconds: float) -> bool:
-        """Whether a measurement whose programs run for so long would end in time."""
+        """Returns whether a measurement whose programs run for so long would end in time."""
         return time.monotonic() + seconds * _RUNS + self.compile_seconds <= self.end(step)
 
     def whole_seconds(self, group_count: int) -> float:
@@ -254,7 +251,7 @@ def measure(devices: Sequence[Any], time_limit: float, sizes: Sizes | None = Non
 
 
 def _host(device: Any, hosts: Sequence[str]) -> str:
-    """What links join: a slice of TPUs, or a host, which may have several processes."""
+    """The devices that links join: a slice of TPUs, or a host, which may have several processes."""
     if device.platform == "tpu":
         return f"slice {getattr(device, 'slice_index', 0)}"
     return hosts[int(device.process_index)]
@@ -303,7 +300,7 @@ def _rounds(seconds: float) -> int:
 
 
 def _matmul_rounds(session: _Session, dims: tuple[int, int, int], seconds: float) -> int:
-    """How many rounds of a matmul a program has."""
+    """The rounds of a matmul in a program."""
     is_large = set(dims) == {session.sizes.matmuls[-1]} and session.device.platform != "cpu"
     return max(2, math.ceil(_LOAD_SECONDS / seconds)) if is_large else _rounds(seconds)
 
@@ -408,7 +405,7 @@ def _growth(sizes: Sequence[int]) -> float:
 
 
 def _agreed_rounds(session: _Session, name: str, seconds: float, growth: float, fits: bool) -> int:
-    """How many rounds of a collective all processes run; 0 where process 0 has no time or no memory for it."""
+    """The rounds of a collective that all processes run; 0 where process 0 has no time or no memory for it."""
     rounds = _rounds(seconds)
     if not fits:
         session.skipped.setdefault("large collectives", "the memory of a device")

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, final
 import attrs
 
 Fractions = tuple[tuple[str, float], ...]
-"""Fractions of a peak by what is done; `"all"` is for everything that is not named."""
+"""Fractions of a peak by kind; `"all"` is for the kinds that are not named."""
 
 KINDS = (
     *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -18,7 +18,7 @@ KINDS = (
 """The kinds of collectives, as XLA writes them."""
 
 Access: TypeAlias = Literal["copy", "read", "gather"]
-"""How memory is used: read and written in order, read in order, or in rows at any positions."""
+"""The use of memory: read and written in order, read in order, or in rows at any positions."""
 
 ROW_BYTES = 512
 """The rows that are gathered: 128 numbers of 4 bytes, as a TPU holds them together. Larger rows are gathered as fast as
@@ -28,7 +28,7 @@ _Table = TypeVar("_Table")
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number, which bools are not here."""
+    """Returns whether it is a number, which bools are not here."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
@@ -74,7 +74,7 @@ def _as_floats(value: Iterable[Any]) -> tuple[float, ...]:
 @final
 @attrs.frozen(cache_hash=True)
 class MatmulRates:
-    """What matmuls of one kind reached, for each combination of sizes, each in ascending order."""
+    """The rates of matmuls of one kind, for each combination of sizes, each in ascending order."""
 
     kind: str = attrs.field(validator=attrs.validators.instance_of(str))
     """One of the kinds of `peak_flops`."""
@@ -107,7 +107,7 @@ class MatmulRates:
 @final
 @attrs.frozen(cache_hash=True)
 class CollectiveTimes:
-    """How long a collective of one kind took in groups of one size inside a host, by its bytes in ascending order."""
+    """The times of a collective of one kind in groups of one size inside a host, by its bytes in ascending order."""
 
     kind: str = attrs.field(validator=attrs.validators.instance_of(str))
     group_size: int = attrs.field(validator=attrs.validators.instance_of(int))
@@ -115,7 +115,7 @@ class CollectiveTimes:
     """The bytes of the whole array: gathered, reduced, or exchanged or sent by one device."""
     seconds: tuple[float, ...] = attrs.field(converter=_as_floats, repr=False)
     link_bytes_per_second: float = attrs.field(converter=float)
-    """What the links that were measured can do: on hardware with other links, sending takes more or less time."""
+    """The rate of the measured links: on hardware with other links, sending takes more or less time."""
 
     def problems(self) -> list[str]:
         """Everything that is wrong with it."""

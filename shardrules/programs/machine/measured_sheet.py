@@ -23,13 +23,11 @@ _AS_THEY_ARE = ("torus_dims", "devices_per_chip", "matmul_tile", "clock_hertz", 
 """Figures that no benchmark tells."""
 
 _LARGE = 0.5
-"""The growth of time, over the growth of bytes or FLOPs, from which on a size is large enough to tell a rate. Sizes
-grow 16 times and more, so that fixed costs are then below a tenth. With 0.9 noise leaves kinds out that tell one; with
-0.1 rates are up to 2.5 times too low."""
+"""The growth of time, over the growth of bytes or FLOPs, from which on a size is large enough to tell a rate. Chosen
+by hand: sizes grow 16 times and more, so that fixed costs are then below a tenth."""
 
 _OVER_PEAK = 1.25
-"""How far above its peak a chip can multiply, as its clock may be higher than that of its peak: what is measured above
-is an error. With 1.1 the fastest clocks would be errors, too."""
+"""Rates above so many times a chip's peak are errors. Chosen by hand: a clock may be higher than the peak's."""
 
 
 @final
@@ -41,7 +39,7 @@ class MeasuredSheet:
     base: Mapping[str, Any]
     """The fields of the sheet of these devices, or of the nominal one."""
     is_nominal: bool
-    """Whether `base` is of no real device: its peaks say nothing of these."""
+    """A `base` of no real device, whose peaks say nothing of these."""
     values: dict[str, Any] = attrs.field(factory=dict)
     sources: dict[str, str] = attrs.field(factory=dict)
     missing: list[str] = attrs.field(factory=list)
@@ -207,6 +205,7 @@ class MeasuredSheet:
                 self._keep(figure, "a single device has no links" if per_host == 1 else "")
             self.missing += ["collective_times"] * (per_host > 1)
             return
+        # On a torus the share of the links decides, and collectives are modelled by it; behind a switch by their times.
         torus_dims = 0 if self.is_nominal else self.base["torus_dims"]
         large = _large_collectives(times, self._sizes.collective_bytes[-1])
         cut = [kind for kind in COLLECTIVE_KINDS if not any(time.kind == kind for time in large)]
@@ -276,7 +275,7 @@ def _by_kind(entries: Any) -> dict[Any, Any]:
 
 
 def _is_large(points: Iterable[tuple[float, float]], last: float) -> bool:
-    """Whether sizes, as pairs of work and seconds, grew until they tell a rate: up to the last, or until time grows
+    """Sizes, as pairs of work and seconds, that grew until they tell a rate: up to the last, or until time grows
     with them. Those that a time limit has cut short tell what the smallest take."""
     ordered = sorted(points)
     if not ordered or ordered[-1][0] >= last:

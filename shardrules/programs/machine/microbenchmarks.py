@@ -24,21 +24,18 @@ Step: TypeAlias = Callable[..., Any]
 """A round: takes what the round before returned, and constants; returns the same types."""
 
 _REPEATS = 5
-"""How often each program is timed. With twice as many a run without any disturbance is likelier; half as many are still
-enough on a machine that does nothing else."""
+"""The times that each program is timed, chosen by hand."""
 
 _EMPTY_ROUNDS = (16, 144)
-"""How many empty rounds the two programs have whose times tell a call and a round apart: with twice as many in the
-second, a round is measured as well in the same noise, with half as many it is lost in it."""
+"""The empty rounds of the two programs whose times tell a call and a round apart. Chosen by hand."""
 
 _UNROLLED = 8
-"""How many matmuls the body of a loop has. GPUs start the next kernels while one runs, so that a round of a loop takes
-no time beside a long kernel, but more than a short one: with a single matmul in it, one of 1,024 cubed is lost in that
-on an H100. With twice as many programs compile longer."""
+"""The matmuls in the body of a loop, chosen by hand. GPUs start the next kernels while one runs, so that a round of a
+loop takes no time beside a long kernel, but more than a short one: a single matmul of 1,024 cubed is lost in that."""
 
 _LAUNCHES = (32, 160)
-"""The lengths of the two chains of tiny kernels whose difference is the time of a launch. A longer second chain takes
-longer to compile; a shorter one is lost in the noise."""
+"""The lengths of the two chains of tiny kernels whose difference is the time of a launch. Chosen by hand: longer
+ones take longer to compile."""
 
 _DTYPES: dict[str, Any] = {
     "bf16": jnp.bfloat16,
@@ -48,7 +45,7 @@ _DTYPES: dict[str, Any] = {
     "f8": jnp.float8_e4m3fn,
     "s8": jnp.int8,
 }
-"""What the kinds of multiplication in a sheet of hardware multiply."""
+"""The dtypes of the kinds of multiplication in a sheet of hardware."""
 
 _RESULTS: dict[str, Any] = {"f8": jnp.bfloat16, "s8": jnp.int32}
 """The dtypes of their results, where they differ."""
@@ -57,7 +54,7 @@ _RESULTS: dict[str, Any] = {"f8": jnp.bfloat16, "s8": jnp.int32}
 @final
 @attrs.frozen
 class Overhead:
-    """What a program takes that repeats nothing: a call, and each of its rounds."""
+    """The time of a program that repeats nothing: a call, and each of its rounds."""
 
     call_seconds: float
     round_seconds: float
@@ -233,7 +230,7 @@ def _round_seconds(
     wrap: Callable[[Step], Step] = _as_it_is,
     unroll: int = 1,
 ) -> float:
-    """What a round takes more than an empty one, and half of it at least.
+    """The time of a round beyond an empty one, and half of it at least.
 
     Where most of a round is what an empty one takes, the difference is noise, and too small on devices that start
     kernels ahead. With `unroll`, the small kernel that makes each round depend on the last is not subtracted.

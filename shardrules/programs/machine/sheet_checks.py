@@ -1,4 +1,4 @@
-"""What is wrong with the figures of a sheet of hardware: their types first, then their ranges."""
+"""The problems of the figures of a sheet of hardware: their types first, then their ranges."""
 
 import math
 import numbers
@@ -109,7 +109,7 @@ def _tables_problems(figure: str, tables: Any, kind: type[Any], names: Sequence[
 
 
 def _unread_problems(name: str, table: Any, kind: type[Any]) -> list[str]:
-    """Why a table is none of its class: its fields, or what is in them."""
+    """The reasons why a table is none of its class: its fields, or their values."""
     fields = [field.name for field in attrs.fields(kind)]
     if not isinstance(table, Mapping):
         return [f"{name} must be a table of {', '.join(fields)}; got {table!r:.60}"]

@@ -37,7 +37,7 @@ Platform: TypeAlias = Literal["cpu", "tpu", "cuda"]
 @final
 @attrs.frozen
 class _TpuGeneration:
-    """How libtpu calls a generation, and how its chips are built: `device_count` is JAX's devices per chip."""
+    """A generation of TPUs as libtpu knows it: `device_count` is JAX's devices per chip."""
 
     libtpu_name: str
     torus_dims: int
@@ -206,7 +206,7 @@ class Target:
 
     @property
     def count(self) -> int | None:
-        """How many devices it has; `None` for a CPU target that takes as many as a mesh has."""
+        """The number of its devices; `None` for a CPU target that takes as many as a mesh has."""
         if not self.shape:
             return None
         devices = _TPUS[self.chip].device_count if self.platform == "tpu" else 1
@@ -214,7 +214,7 @@ class Target:
 
     @property
     def granule(self) -> int | None:
-        """How many of its devices fast links connect: a host of GPUs, a slice of TPUs, or all CPU devices.
+        """The number of devices that fast links connect: a host of GPUs, a slice of TPUs, or all CPU devices.
 
         Only the network connects granules to each other.
         """
@@ -293,7 +293,7 @@ class Target:
 
 
 def closed_dims(chip: str, sizes: Sequence[int]) -> tuple[bool, ...]:
-    """Which dimensions of a slice of TPUs close to a ring, by its sizes in chips.
+    """Returns for each dimension of a slice of TPUs whether it closes to a ring, by its sizes in chips.
 
     Full pods do, and parts of them along a dimension of full size (https://jax-ml.github.io/scaling-book/tpus); of a
     v4, v5p and v7x all slices of whole cubes of 4x4x4.
@@ -324,6 +324,7 @@ def _target_problems(platform: str, chip: str, shape: tuple[int, ...] | None, sl
     if platform not in _FORMS:
         hint = " (did you mean 'cuda'?)" if platform in ("gpu", "nvidia") else suggest(str(platform), _FORMS)
         return [f"unknown platform {platform!r}{hint}"]
+    # Sizes depend on the chip: they are judged only where the chip is known.
     chips = {"cpu": (), "tpu": tuple(_TPUS), "cuda": _GPUS}[platform]
     chip_noun = "TPU generation" if platform == "tpu" else "GPU"
     problems = []

@@ -34,7 +34,7 @@ from shardrules.programs.pipelines.whole import run_whole
 @final
 @attrs.frozen(eq=False)
 class Settings:
-    """What a user asks for."""
+    """A user's settings."""
 
     layer: Callable[[Any, Any], Any]
     axis: str
@@ -178,7 +178,7 @@ class PipelineCall:
             raise ConfigError(f"pipeline: {'; '.join([text, *problems])}") from error
 
     def _missing(self, name: str) -> list[str]:
-        """What a call lacks that a function which raised may need."""
+        """The arguments that a call lacks and that a function which raised may need."""
         if name == "layer":
             return self._unequal_layers()
         call = "pipelined(layers, x, targets, first=..., last=...)"
@@ -188,7 +188,7 @@ class PipelineCall:
         return [*missing[:-1], f"{missing[-1]}; call it as {call}"] if missing else []
 
     def _unequal_layers(self) -> list[str]:
-        """Why a list of layers is read as the parameters of stacked layers, and not as a layer each."""
+        """The reason why a list of layers is read as the parameters of stacked layers, and not as a layer each."""
         if self._stacked is not self.layers or type(self.layers) not in (list, tuple) or not self.layers:
             return []
         count = len(self.layers)
@@ -268,7 +268,7 @@ class PipelineCall:
 
     @functools.cached_property
     def _cut(self) -> tuple[int, ...]:
-        """How many layers each chunk of each stage has, in the order in which microbatches meet them."""
+        """The number of layers of each chunk of each stage, in the order in which microbatches meet them."""
         if self.settings.cut is not None:
             return self.settings.cut
         groups = self._stages * self.settings.chunks

@@ -16,7 +16,7 @@ from shardrules.programs.pipelines.leaves import Arrays, Structure, pack
 @final
 @attrs.frozen(eq=False)
 class Functions:
-    """What a user's functions compute of arrays; the structures are of their arguments."""
+    """A user's functions, of arrays; the structures are of their arguments."""
 
     layer_function: Callable[[Any, Any], Any]
     first_function: Callable[[Any, Any], Any] | None
@@ -115,8 +115,8 @@ def message_structure(
 def result_problems(
     functions: Functions, layer: Arrays, first: Arrays, last: Arrays, rows: Sequence[Arrays]
 ) -> tuple[list[str], dict[str, Arrays]]:
-    """What the functions return that they should not, for a layer, and a microbatch of inputs and targets; and the
-    traced arrays that each closes over."""
+    """The problems in the functions' results, for a layer, and a microbatch of inputs and targets; and the traced
+    arrays that each function closes over."""
     inputs, targets = rows
     message, closed = _traced("first", functions.first, first, inputs)
     results = []

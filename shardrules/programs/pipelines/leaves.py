@@ -16,13 +16,13 @@ Arrays = list[Any]
 @final
 @attrs.frozen(eq=False)
 class Structure:
-    """What a pytree is besides its arrays."""
+    """A pytree without its arrays."""
 
     treedef: Any
     leaves: tuple[Any, ...]
-    """What is not an array; `None` for arrays."""
+    """The leaves that are not arrays; `None` for arrays."""
     indices: tuple[int, ...]
-    """Which leaves are arrays."""
+    """The indices of leaves that are arrays."""
     key_types: tuple[Any, ...]
     """For each array the implementation of its keys, or `None`."""
 
@@ -46,7 +46,6 @@ def pack(tree: Any) -> tuple[Arrays, Structure]:
 
 
 def is_float(array: Any) -> bool:
-    """Whether it has derivatives."""
     return jnp.issubdtype(array.dtype, jnp.inexact)
 
 

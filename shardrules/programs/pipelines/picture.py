@@ -6,9 +6,6 @@ from shardrules.programs.pipelines.simulate import PipelineTimes, TimedPass
 _WIDTHS = 600.0, 1100.0
 """The least and the greatest width of the boxes in pixels."""
 
-_WIDTH_PER_UNIT = 18.0
-"""Pixels of the shortest pass, so that the index of its microbatch fits."""
-
 _NAMES_WIDTH, _ROW_HEIGHT, _GAP = 60.0, 24.0, 4.0
 
 _COLOURS = (0, 4), (2, 1)
@@ -19,7 +16,8 @@ def picture(times: PipelineTimes, label: str) -> Picture:
     """Returns the picture of a schedule that was played."""
     stages = len(times.live)
     shortest = min((timed.end - timed.start for timed in times.passes if timed.end > timed.start), default=1.0)
-    width = min(max(_WIDTHS[0], times.seconds / shortest * _WIDTH_PER_UNIT), _WIDTHS[1])
+    # The index of a microbatch fits into 18 pixels.
+    width = min(max(_WIDTHS[0], 18.0 * times.seconds / shortest), _WIDTHS[1])
     scale = width / times.seconds if times.seconds else 0.0
     names = [Words(0.0, _top(stage) + _ROW_HEIGHT / 2 + 4, f"stage {stage}") for stage in range(stages)]
     boxes = [_box(timed, scale) for timed in times.passes]

@@ -1,7 +1,7 @@
-"""Runs a schedule on the stages: a loop over its ticks, in each of which a stage does what the tables say.
+"""Runs a schedule on the stages: a loop over its ticks, with work of each stage in each tick.
 
-All devices run the same program. What a stage does in a tick is a branch, and what it reads and writes are rows of
-buffers: the tables say which. After each tick pairs of stages exchange what they computed.
+All devices run the same program. The work of a stage in a tick is a branch, and its operands and results are rows of
+buffers: the tables say which. After each tick pairs of stages exchange their results.
 """
 
 import functools
@@ -35,7 +35,7 @@ from shardrules.programs.pipelines.tables import BACKWARD, FORWARD, IDLE, Tables
 
 @final
 class Operands(NamedTuple):
-    """What a stage gets: its layers, and of the rest all."""
+    """The operands of a stage: its layers, and all of the rest."""
 
     layers: Arrays
     """[layers of the stage, ...]."""
@@ -49,7 +49,7 @@ class Operands(NamedTuple):
 
 @final
 class State(NamedTuple):
-    """What a stage carries from tick to tick."""
+    """The state that a stage carries from tick to tick."""
 
     outbox: Arrays
     messages: Arrays
@@ -66,7 +66,7 @@ class State(NamedTuple):
 @final
 @attrs.frozen(eq=False)
 class Pipeline:
-    """What all runs of a pipeline have in common."""
+    """Common settings of all runs of a pipeline."""
 
     axis: str
     stages: int
@@ -74,13 +74,13 @@ class Pipeline:
     microbatches: int
     layer: Callable[[Arrays, Arrays], Arrays]
     counts: tuple[tuple[int, ...], ...]
-    """How many layers each chunk of each stage has."""
+    """The number of layers of each chunk of each stage."""
     first: Callable[[Arrays, Arrays], Arrays] | None
     loss: Callable[[Arrays, Arrays, Arrays], Any] | None
     weight: float
-    """What the loss of a microbatch counts in the gradients."""
+    """The weight of a microbatch's loss in the gradients."""
     in_step: bool
-    """Whether a stage that waits computes what the others do, for nobody.
+    """A stage that waits computes as the others do, for nobody.
 
     Compilers may write collectives into the inside of a stage that wait for all devices of the mesh.
     """
@@ -102,7 +102,7 @@ class StageRun:
     first_tick: int
     """The row of the tables that the phases begin with."""
     keeps: bool
-    """Whether forward passes keep what backward passes need."""
+    """Forward passes keep the arrays that backward passes need."""
     operands: Operands
     stage: Any
 
@@ -194,7 +194,7 @@ class StageRun:
         return state._replace(messages=messages)
 
     def _enter(self, params: Arrays, inputs: Arrays) -> Arrays:
-        """What the first layer gets of a microbatch."""
+        """The input of the first layer for a microbatch."""
         return inputs if self.pipeline.first is None else self.pipeline.first(params, inputs)
 
     def _is_first(self, row: dict[str, Any]) -> Any:
@@ -228,7 +228,7 @@ class StageRun:
         return state._replace(loss=state.loss + value)
 
     def _either(self, condition: Any, fn: Callable[[], Arrays], other: Callable[[], Arrays]) -> Arrays:
-        """What one of two functions returns; in step both are computed."""
+        """The result of one of two functions; in step both are computed."""
         if not self.pipeline.in_step:
             return lax.cond(condition, fn, other)
         return [jnp.where(condition, *pair) for pair in zip(fn(), other(), strict=True)]

@@ -28,11 +28,11 @@ NAMES: tuple[str, ...] = get_args(ScheduleName)
 @final
 @attrs.frozen(repr=False)
 class PipelineSchedule:
-    """What each stage of a pipeline does when: forward or backward, with which microbatch and which chunk of layers.
+    """The passes of each stage of a pipeline, in time: forward or backward, with a microbatch and a chunk of layers.
 
     With chunks, a stage has several groups of layers that do not follow each other, and microbatches go round the
-    stages as often ("interleaved"): bubbles are shorter, and more is sent. Printed it shows who computes what when;
-    notebooks draw it.
+    stages as often ("interleaved"): bubbles are shorter, and more is sent. Printed it shows the passes of all stages in
+    time; notebooks draw it.
 
     **Arguments:**
 
@@ -43,7 +43,7 @@ class PipelineSchedule:
     - `microbatches`: how many microbatches there are.
     - `chunks`: how many groups of layers a stage has.
     - `in_step`: whether all stages compute forward in the same ticks, and backward in those between, as they do with
-        chunks. `shardrules.pipeline` does so on a mesh with other axes than those of stages and the batch. Stages then
+        chunks. `shardrules.pipeline` does so on a mesh with other axes than for stages and the batch. Stages then
         keep what they keep with chunks.
     - `last_first`: whether the backward pass of `"gpipe"` begins with the last microbatch, as in training plans with
         stages.
@@ -110,7 +110,7 @@ class PipelineSchedule:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether all stages compute in the same direction in a tick."""
+        """All stages compute in the same direction in a tick."""
         return self.in_step or self.chunks > 1
 
     def forward_only(self) -> "tuple[Phase, ...]":

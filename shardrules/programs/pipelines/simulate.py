@@ -12,7 +12,7 @@ Pairs: TypeAlias = tuple[tuple[int, int], ...]
 @final
 @attrs.frozen
 class StagePass:
-    """What a stage does in a tick: a microbatch goes through a chunk of its layers, forward or backward."""
+    """The pass of a stage in a tick: a microbatch goes through a chunk of its layers, forward or backward."""
 
     is_backward: bool
     microbatch: int
@@ -25,7 +25,7 @@ class Phase:
     """Ticks that run in one loop."""
 
     ticks: tuple[tuple[StagePass | None, ...], ...]
-    """What each stage does in each tick."""
+    """The pass of each stage in each tick."""
     exchanges: tuple[Pairs, ...]
     """Who sends to whom after a tick; they take turns."""
 
@@ -44,16 +44,16 @@ class TimedPass:
 @final
 @attrs.frozen
 class PipelineTimes:
-    """What `PipelineSchedule.simulate` returns: who computes what when, in seconds."""
+    """The result of `PipelineSchedule.simulate`: all passes with their times in seconds."""
 
     seconds: float
-    """When the last stage is done."""
+    """The end of the last stage."""
     bubble: float
     """The part of the time of all stages in which they wait."""
     live: tuple[float, ...]
-    """How many microbatches each stage keeps activations of, at most; a chunk counts as a part of one."""
+    """The most microbatches that each stage keeps activations of; a chunk counts as a part of one."""
     passes: tuple[TimedPass, ...]
-    """What each stage computes, in order of time."""
+    """The passes of all stages, in order of time."""
 
 
 def play(

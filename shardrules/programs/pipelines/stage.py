@@ -27,7 +27,7 @@ from shardrules.programs.pipelines.leaves import (
 @final
 @attrs.frozen(eq=False)
 class _Source:
-    """Where something that a derivative needs comes from: a parameter, what is kept, or a constant."""
+    """The source of an array that a derivative needs: a parameter, a kept array, or a constant."""
 
     param: int | None = None
     kept: int | None = None
@@ -44,7 +44,7 @@ class _Source:
 
 
 def _source(leaf: Any, params: Arrays, kept: Arrays) -> _Source:
-    """Where a leaf comes from; what is not a parameter or a constant is added to what is kept."""
+    """The source of a leaf; other leaves than parameters and constants are added to the kept arrays."""
     if not isinstance(leaf, Tracer):
         return _Source(constant=leaf)
     for index, param in enumerate(params):
@@ -67,9 +67,9 @@ class Layers:
     """Of all layers of the stage, chunk after chunk."""
     per_chunk: int
     counts: Any
-    """How many layers each chunk has, where these differ, else `None`."""
+    """The number of layers of each chunk, if these differ, else `None`."""
     in_step: bool = False
-    """Whether layers that a chunk does not have are computed, too, for nobody."""
+    """Layers that a chunk does not have are computed, too, for nobody."""
     _treedef: Any = None
     _sources: list[_Source] = attrs.field(factory=list)
 
@@ -94,7 +94,7 @@ class Layers:
     def backward(
         self, cotangent: Arrays, chunk: Any, buffers: Arrays, slot: Any, gradients: Arrays, counts: Any = True
     ) -> tuple[Arrays, Arrays]:
-        """The cotangent of the input of a chunk, and the gradients with those of its layers, if these count."""
+        """The cotangent of the input of a chunk, and the gradients with its layers' added, if these count."""
 
         def body(index: Any, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
             cotangent, gradients = carry

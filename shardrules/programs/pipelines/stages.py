@@ -1,8 +1,8 @@
 """Runs of a pipeline on the devices of a mesh, and their derivatives.
 
-A stage computes with its part of the arrays, in `jax.shard_map` over the axis of the pipeline and those of the batch;
-over other axes of the mesh the compiler splits what is in a stage as it splits any function. The derivative is not that
-of the loop: a schedule says itself when a stage computes backward.
+A stage computes with its part of the arrays, in `jax.shard_map` over the axes of the pipeline and of the batch; over
+other axes of the mesh the compiler splits a stage as it splits any function. The derivative is not the loop's: a
+schedule says itself when a stage computes backward.
 """
 
 import functools
@@ -26,7 +26,7 @@ from shardrules.programs.pipelines.tables import tables
 
 @final
 class StageResults(NamedTuple):
-    """What a run computes; what is not asked for is empty."""
+    """The results of a run; empty if not requested."""
 
     value: Any
     """The loss, or the outputs of the last layer."""
@@ -73,7 +73,7 @@ class Stages:
 
     @property
     def _turns_inside(self) -> bool:
-        """Whether the loss is computed in the pipeline, so that gradients are known with it."""
+        """The loss is computed in the pipeline, so that gradients are known with it."""
         return self.pipeline.loss is not None
 
     def _value(self, operands: Operands) -> Any:

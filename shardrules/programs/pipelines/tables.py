@@ -1,7 +1,8 @@
-"""Where each pass of a schedule reads and writes: the slots of messages between stages, and of what is kept.
+"""The rows that each pass of a schedule reads and writes: slots of messages between stages, and of kept arrays.
 
-A message has a slot from the tick in which it arrives to the tick that uses it, and what a forward pass keeps has one
-until the backward pass. Slots are used again, so that buffers are as long as the schedule needs them and no longer.
+A message has a slot from the tick in which it arrives to the tick that uses it, and an array that a forward pass keeps
+has one until the backward pass. Slots are used again, so that buffers are as long as the schedule needs them and no
+longer.
 """
 
 import heapq
@@ -45,7 +46,7 @@ class Tables:
 
 
 def tables(phases: Sequence[Phase], stages: int, chunks: int) -> Tables:
-    """Allocates the slots of a schedule. Behind those of each kind there is one for what nobody reads."""
+    """Allocates the slots of a schedule. Behind the slots of each kind there is one that nobody reads."""
     rows = [row for phase in phases for row in phase.ticks]
     when = {(stage, work): tick for tick, row in enumerate(rows) for stage, work in enumerate(row) if work is not None}
     messages: dict[_Span, tuple[tuple[int, int], tuple[int, int], bool]] = {}

@@ -1,4 +1,4 @@
-"""Puts what a trace measured beside what is modelled: by line of code, by collective, by kernel."""
+"""Puts the measured times of a trace beside the modelled ones: by line of code, by collective, by kernel."""
 
 import re
 import statistics
@@ -23,7 +23,7 @@ from shardrules.programs.profiles.trace import Activity, ProfileTrace
 
 _NS = 1e-9
 _HOST_COPY = re.compile(r"Memcpy(H2D|D2H|HtoD|DtoH)")
-"""What GPUs call copies from their host and to it, which no instruction of a program asks for."""
+"""The names that GPUs give to copies from their host and to it, which no instruction of a program asks for."""
 
 
 @final
@@ -38,7 +38,7 @@ class _PartTime:
 @final
 @attrs.frozen
 class _RunTimes:
-    """What one run took on one device, by part and in all."""
+    """The times of one run on one device, by part and in all."""
 
     parts: Mapping[str, _PartTime]
     control: Mapping[str, float]
@@ -91,7 +91,7 @@ def compare_trace(
 
 
 def _count_devices(trace: ProfileTrace, names: Container[str]) -> int:
-    """How many devices ran a program of one of these names."""
+    """The number of devices that ran a program of one of these names."""
     return sum(
         any(activity.program is not None and activity.program.name in names for activity in device.activities)
         for device in trace.devices
@@ -205,7 +205,7 @@ def _median_device(device: DeviceRuns, runs: Sequence[DeviceTime]) -> DeviceTime
 def _unmatched(
     trace: ProfileTrace, devices: Sequence[DeviceRuns], times: Sequence[Sequence[_RunTimes]]
 ) -> tuple[UnmatchedTime, ...]:
-    """What only the trace has, on the device that has most of it."""
+    """Everything that only the trace has, on the device that has most of it."""
     most: dict[tuple[UnmatchedKind, str], UnmatchedTime] = {}
     for device, runs in zip(devices, times, strict=True):
         for time in (*_in_runs(device, runs), *_beside_runs(trace, device)):

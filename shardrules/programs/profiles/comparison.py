@@ -1,4 +1,4 @@
-"""What a comparison of a report with a trace says, and how it prints."""
+"""The comparison of a report with a trace, and its tables."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, Self, TypeAlias, final
@@ -13,12 +13,11 @@ from shardrules.programs.costs.step_time import seconds_text
 COMPARISON = Format("shardrules_comparison", 1, "a comparison with a trace")
 
 _MAX_ROWS = 10
-"""How many rows each table prints: all of them fit a screen or two. The rest is in the comparison's attributes."""
+"""The rows that each table prints, chosen by hand: all of them fit a screen or two."""
 
 _SAME_PROGRAM = 0.9
-"""With a smaller share in instructions of the audited program, a trace may be of another one. Traces of the program
-itself have all of their time there on CPUs, and lose what libraries launch under other names on GPUs. At 0.8 programs
-of other shapes, which share most names, would not be suspected; at 1 every kernel of a library would be."""
+"""With a smaller share in instructions of the audited program, a trace may be of another one. Chosen by hand: traces of
+the program itself have all of their time there on CPUs, and lose some to helpers of libraries on GPUs."""
 
 _ANOTHER_PROGRAM = (
     "            another program than the audited one? "
@@ -35,7 +34,7 @@ UnmatchedKind: TypeAlias = Literal[
     "kernel",
     "host transfer",
 ]
-"""What a trace may have that is no part of the modelled program."""
+"""Things that a trace may have beside the parts of the modelled program."""
 
 
 @final
@@ -49,11 +48,11 @@ class ComparedTime:
     name: str
     """A line of code, or the name of an instruction."""
     label: str
-    """What it is: the operation of a kernel; kind, axes and array of a collective; empty for a line."""
+    """The operation of a kernel; kind, axes and array of a collective; empty for a line."""
     line: str
     """The line of code behind it; empty if the compiler added it."""
     count: int
-    """How often it runs in one step."""
+    """The runs in one step."""
     modelled_seconds: float
     measured_seconds: float
     """Of a transfer that runs beside kernels the trace may know only its start and its end. It takes at most the time
@@ -62,11 +61,11 @@ class ComparedTime:
     """On the device where it takes longest."""
     slowest_device: str
     exposed_seconds: float = 0.0
-    """For how long a collective runs while no kernel does."""
+    """The time in which a collective runs while no kernel does."""
 
     @property
     def difference(self) -> float:
-        """How many seconds more are measured than modelled."""
+        """The measured seconds less the modelled ones."""
         return self.measured_seconds - self.modelled_seconds
 
 
@@ -81,13 +80,13 @@ class DeviceTime:
     period_seconds: float
     """From the start of a step to that of the next."""
     kernel_seconds: float
-    """In which a kernel runs."""
+    """While a kernel runs."""
     collective_seconds: float
-    """In which a collective is in flight."""
+    """While a collective is in flight."""
     exposed_seconds: float
-    """In which a collective is in flight and no kernel runs."""
+    """While a collective is in flight and no kernel runs."""
     idle_seconds: float
-    """Within a step, in which nothing runs."""
+    """Within a step, while nothing runs."""
 
 
 @final
@@ -100,7 +99,7 @@ class UnmatchedTime:
     seconds: float
     """In one step."""
     count: float
-    """How often in one step."""
+    """The times that it runs in one step."""
     outside_seconds: float = 0.0
     """In all of the trace before, after and between the compared steps."""
 
@@ -115,7 +114,7 @@ class MissingPart:
     line: str
     modelled_seconds: float
     conditional: bool
-    """Whether it is in a branch, which need not be taken."""
+    """Inside a branch, which need not be taken."""
 
 
 @final
@@ -145,15 +144,15 @@ class TraceComparison:
     name: str
     """The audited function, its target and its mesh."""
     source: str
-    """Where the trace is from."""
+    """The file or folder of the trace."""
     program: str
     """The name of the program in the trace, with its id."""
     step_count: int
-    """How many steps are compared on each device, at least."""
+    """The steps that are compared, on the device with the fewest."""
     left_out: int
-    """How many runs are not, at most: the first, which may have warmed up, and those that the trace cuts off."""
+    """The runs that are not, on the device with the most: the first, which may have warmed up, and those cut off."""
     devices_left_out: int
-    """How many devices ran a program of this name that is another one, or had no whole run of it."""
+    """The devices that ran a program of this name that is another one, or have no whole run of it."""
     modelled_seconds: float
     """The modelled time of a step."""
     devices: tuple[DeviceTime, ...]
@@ -172,7 +171,7 @@ class TraceComparison:
 
     @property
     def spread(self) -> float:
-        """By what share of the slowest device's step that of the fastest is shorter."""
+        """The share of the slowest device's step by which the fastest device's is shorter."""
         return 1 - min(device.step_seconds for device in self.devices) / self.step_seconds
 
     def __str__(self) -> str:
@@ -234,8 +233,6 @@ def _times_table(
     cells: Callable[[ComparedTime], tuple[str, ...]],
     columns: tuple[str, ...] = (),
 ) -> list[str]:
-    if not times:
-        return []
     rows = [
         (
             seconds_text(time.modelled_seconds),
@@ -245,15 +242,12 @@ def _times_table(
             f"{time.count:,}",
             *cells(time),
         )
-        for time in times[:_MAX_ROWS]
+        for time in times
     ]
-    heading = ("modelled", "measured", "difference", "slowest", "runs", title, *columns)
-    table = aligned([heading, *rows], (0, 1, 2, 3, 4))
     rest = times[_MAX_ROWS:]
-    if rest:
-        modelled, measured = sum(time.modelled_seconds for time in rest), sum(time.measured_seconds for time in rest)
-        table.append(f"and {len(rest)} more: {seconds_text(modelled)} modelled, {seconds_text(measured)} measured")
-    return table
+    modelled, measured = sum(time.modelled_seconds for time in rest), sum(time.measured_seconds for time in rest)
+    heading = ("modelled", "measured", "difference", "slowest", "runs", title, *columns)
+    return _table(heading, rows, 5, f"{seconds_text(modelled)} modelled, {seconds_text(measured)} measured")
 
 
 def _line_cells(time: ComparedTime) -> tuple[str, ...]:
@@ -269,8 +263,6 @@ def _kernel_cells(time: ComparedTime) -> tuple[str, ...]:
 
 
 def _unmatched_table(unmatched: Sequence[UnmatchedTime]) -> list[str]:
-    if not unmatched:
-        return []
     rows = [
         (
             seconds_text(time.seconds),
@@ -279,18 +271,14 @@ def _unmatched_table(unmatched: Sequence[UnmatchedTime]) -> list[str]:
             time.kind,
             time.name,
         )
-        for time in unmatched[:_MAX_ROWS]
+        for time in unmatched
     ]
-    table = aligned([("in a step", "outside", "runs", "in the trace only", ""), *rows], (0, 1, 2))
-    rest = unmatched[_MAX_ROWS:]
-    if rest:
-        table.append(f"and {len(rest)} more: {seconds_text(sum(time.seconds for time in rest))} in a step")
-    return table
+    rest = sum(time.seconds for time in unmatched[_MAX_ROWS:])
+    heading = ("in a step", "outside", "runs", "in the trace only", "")
+    return _table(heading, rows, 3, f"{seconds_text(rest)} in a step")
 
 
 def _missing_table(missing: Sequence[MissingPart]) -> list[str]:
-    if not missing:
-        return []
     rows = [
         (
             seconds_text(part.modelled_seconds),
@@ -298,10 +286,15 @@ def _missing_table(missing: Sequence[MissingPart]) -> list[str]:
             part.label,
             f"{part.line}{' (in a branch)' * part.conditional}",
         )
-        for part in missing[:_MAX_ROWS]
+        for part in missing
     ]
-    table = aligned([("modelled", "in the program only", "", "line"), *rows], (0,))
-    rest = missing[_MAX_ROWS:]
-    if rest:
-        table.append(f"and {len(rest)} more: {seconds_text(sum(part.modelled_seconds for part in rest))} modelled")
-    return table
+    rest = sum(part.modelled_seconds for part in missing[_MAX_ROWS:])
+    return _table(("modelled", "in the program only", "", "line"), rows, 1, f"{seconds_text(rest)} modelled")
+
+
+def _table(heading: tuple[str, ...], rows: Sequence[tuple[str, ...]], figures: int, rest: str) -> list[str]:
+    """The first rows as a table whose first columns are figures, and the sum of the rest; empty without rows."""
+    if not rows:
+        return []
+    more = [f"and {len(rows) - _MAX_ROWS} more: {rest}"] if len(rows) > _MAX_ROWS else []
+    return [*aligned([heading, *rows[:_MAX_ROWS]], range(figures)), *more]

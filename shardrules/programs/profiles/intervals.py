@@ -26,12 +26,12 @@ def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
 
 
 def length(intervals: Intervals) -> float:
-    """Returns how long intervals are together."""
+    """Returns the length of intervals together."""
     return sum(end - start for start, end in intervals)
 
 
 def outside(intervals: Intervals, others: Intervals) -> float:
-    """Returns for how long none of `others` covers the intervals.
+    """Returns the length of the intervals that none of `others` covers.
 
     ```python
     from shardrules.programs.profiles.intervals import outside

@@ -1,4 +1,4 @@
-"""What the model says of each instruction that a trace may name."""
+"""The modelled time of each instruction that a trace may name."""
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,10 +21,10 @@ from shardrules.programs.costs.tasks import copy_task, host_copy
 from shardrules.programs.machine.hardware import Hardware
 
 PartKind: TypeAlias = Literal["kernel", "collective", "copy", "control"]
-"""What a part is: a kernel, a collective, a copy beside kernels, or a loop, a branch or a call around others."""
+"""A kernel, a collective, a copy beside kernels, or a loop, a branch or a call around others."""
 
 KernelFamily: TypeAlias = Literal["", "matmul", "attention", "convolution", "sort", "copy", "collective"]
-"""What a kernel computes that libraries have kernels for; empty for any other."""
+"""The work of a kernel that libraries have kernels for; empty for any other."""
 
 _CONTROL_FLOW = ("while", "conditional", "call", "async-start", "async-done", "call-start", "call-done")
 
@@ -40,13 +40,13 @@ class ModelledPart:
     seconds: float
     """Modelled, all runs in one call of the program together."""
     count: int
-    """How often it runs in one call of the program."""
+    """The runs in one call of the program."""
     line: str
     """The line of code; empty if the compiler added it."""
     label: str
-    """What it is: the operation of a kernel; kind, axes and array of a collective."""
+    """The operation of a kernel; kind, axes and array of a collective."""
     conditional: bool = False
-    """Whether it is in a branch, which need not be taken."""
+    """Inside a branch, which need not be taken."""
     inside: tuple[str, ...] = ()
     """The parts inside of a loop, a branch or a call."""
     family: KernelFamily = ""
@@ -86,7 +86,7 @@ class ModelledProgram:
         return sum(part.seconds for part in parts.values() if not part.conditional) / total if total else 1.0
 
     def times(self, name: str) -> int:
-        """Returns how often an instruction runs in one call; 1 if it is unknown."""
+        """Returns the number of runs of an instruction in one call; 1 if it is unknown."""
         return self.parts[name].count if name in self.parts else 1
 
     @functools.cached_property
@@ -96,7 +96,7 @@ class ModelledProgram:
 
 
 def _type_end(text: str) -> int:
-    """Where the type at the beginning of an instruction ends: at the first blank outside of brackets."""
+    """The end of the type at the beginning of an instruction: the first blank outside of brackets."""
     depth = 0
     for position, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")
@@ -113,7 +113,7 @@ def model_program(
 ) -> ModelledProgram:
     """Models every instruction of a program that a trace may have an event of.
 
-    `known_seconds`: what a run takes of kernels that the program may not say it of, by their instructions.
+    `known_seconds`: the time of one run of kernels whose work the program may not have, by their instructions.
     """
     parts: dict[str, ModelledPart] = {}
     kernels = {kernel.name: kernel for kernel in find_kernels(program, find_matmuls(program))}
@@ -262,7 +262,7 @@ def _distant_ends(program: CompiledProgram) -> dict[str, list[str]]:
 
 
 def _waits(user: Instruction) -> bool:
-    """Whether an instruction is a later end of the collective whose result it uses."""
+    """A later end of the collective whose result an instruction uses."""
     return user.op.endswith(("-done", "-update")) or user.custom_call_target in (
         "AsyncCollectiveStart",
         "AsyncCollectiveDone",

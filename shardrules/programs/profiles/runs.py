@@ -1,4 +1,4 @@
-"""The runs of a program in a trace: which program it is, and where each of its runs begins on each device."""
+"""The audited program among those of a trace, and its runs on each device."""
 
 import bisect
 import functools
@@ -16,19 +16,15 @@ from shardrules.programs.profiles.modelled import ModelledProgram
 from shardrules.programs.profiles.trace import Activity, DeviceTrace, ProfiledProgram, ProfileTrace
 
 _LEAST_SHARE = 0.5
-"""The share of a program's time in instructions of the audited program from which on it is taken for the same. Programs
-of other functions have some names in common, `fusion` and `copy.1`; a program that a machine with another version of
-the compiler made of the same function has most of them. At twice as much no difference at all is tolerated, at half as
-much reports of programs with other meshes are compared."""
+"""The share of a program's time in instructions of the audited program from which on both count as the same. Chosen by
+hand: programs of other functions have some names in common, `fusion` and `copy.1`; another version of the compiler
+gives most of them again."""
 
 _WHOLE_RUN = 0.9
-"""A run with fewer than this share of the usual events was cut off when the trace began or ended. Branches make runs
-differ by less; with half as much, half a run counts as one."""
-
+"""A run with fewer than this share of the usual events was cut off when the trace began or ended. Chosen by hand."""
 
 _SHOWN = 5
-"""How many programs of a trace an error lists, those with most time first: traces of training have one or two that take
-long, and dozens that convert a scalar. Twice as many fill several lines with those."""
+"""The programs of a trace that an error lists, chosen by hand: most of the others convert a scalar."""
 
 
 @final
@@ -51,7 +47,7 @@ class DeviceRuns:
     """The ids of one program differ from host to host."""
     runs: tuple[Run, ...]
     left_out: tuple[Run, ...]
-    """The first run, which may have warmed up, and runs that the trace has only a part of."""
+    """The first run, which may have warmed up, and runs that the trace cuts off."""
 
     @functools.cached_property
     def period_ns(self) -> float:
@@ -165,6 +161,7 @@ def _split(device: DeviceTrace, program: ProfiledProgram, times: Callable[[str],
     activities = [activity for activity in device.activities if activity.program == program]
     if not activities:
         return []
+    # TPUs write the runs themselves, CPUs the id of each; on GPUs they have to be found.
     if device.spans:
         spans = [span for span in device.spans if span.program == program]
         groups = _grouped(activities, [span.start_ns for span in spans])
@@ -194,7 +191,7 @@ def _grouped(activities: Iterable[Activity], starts: Sequence[float]) -> list[li
 
 
 def _starts(activities: Sequence[Activity], times: Callable[[str], int]) -> list[float]:
-    """Where the runs of a program begin on a device whose trace does not say so.
+    """The starts of a program's runs on a device whose trace does not have them.
 
     An instruction outside of loops runs once in each run: the one that runs first begins it. One that launches several
     kernels has as many events.

@@ -1,4 +1,4 @@
-"""What a profiler trace says of devices: which instruction ran when, in which run of which program.
+"""The instructions that ran on each device in a profiler trace, with their times and runs of programs.
 
 JAX's profiler writes planes, which have lines, which have events. Each platform has its own planes:
 
@@ -24,8 +24,8 @@ from jax.profiler import ProfileData
 from shardrules.core.errors import ConfigTypeError, TraceError
 
 Trace: TypeAlias = str | Path | Any
-"""What `compare` takes: the folder that `jax.profiler.trace` wrote to, a file in it, or a `jax.profiler.ProfileData`,
-which has no type for checkers."""
+"""A trace as `compare` takes it: the folder that `jax.profiler.trace` wrote to, a file in it, or a
+`jax.profiler.ProfileData`, which has no type for checkers."""
 
 _TPU_PLANE = re.compile(r"/device:TPU:\d+")
 _GPU_PLANE = re.compile(r"/device:GPU:\d+")
@@ -46,7 +46,7 @@ _HOST_TRANSFER = re.compile(
 @final
 @attrs.frozen
 class _Event:
-    """An event of a line, with all that it says of itself."""
+    """An event of a line."""
 
     name: str
     start_ns: float
@@ -88,7 +88,7 @@ class Activity:
     text: str = ""
     """The instruction as the program has it; only TPUs write it."""
     in_flight: bool = False
-    """Whether it is a transfer from its start to its end, beside which other events run."""
+    """A transfer from its start to its end, beside which other events run."""
     kernel: str = ""
     """The name of the kernel on a GPU, where the trace names an instruction, too, or the CUDA graph it is in."""
     launch: int | None = None
@@ -108,7 +108,7 @@ class RunSpan:
 @final
 @attrs.frozen
 class DeviceTrace:
-    """What a trace has of one device, in the order of time."""
+    """The events of one device, in the order of time."""
 
     device: str
     activities: tuple[Activity, ...] = attrs.field(repr=False)
@@ -117,7 +117,7 @@ class DeviceTrace:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether events are kernels, which instructions are found for; so it is on GPUs."""
+        """Returns whether events are kernels, as on GPUs, so that their instructions have to be found."""
         return any(activity.kernel for activity in self.activities)
 
     @property
@@ -142,13 +142,13 @@ class ProfileTrace:
     """A trace: its devices, and the copies that its hosts saw."""
 
     source: str
-    """Where it is from."""
+    """The file or folder, as messages name it."""
     devices: tuple[DeviceTrace, ...]
     host_transfers: tuple[HostTransfer, ...] = attrs.field(default=(), repr=False)
 
 
 def read_trace(trace: Trace) -> ProfileTrace:
-    """Reads a trace. A `TraceError` says what it lacks."""
+    """Reads a trace. One without events of devices is a `TraceError`."""
     profiles: dict[str, Any]
     if isinstance(trace, ProfileData):
         source, profiles = "a trace in memory", {"": trace}
@@ -181,7 +181,7 @@ def read_trace(trace: Trace) -> ProfileTrace:
 
 
 def trace_files(path: Path) -> tuple[list[Path], str]:
-    """Returns the files of the newest trace in a folder, one for each host, and what they are called in messages."""
+    """Returns the files of the newest trace in a folder, one for each host, and their name in messages."""
     if path.is_file():
         return [path], str(path)
     if not path.is_dir():

@@ -30,11 +30,8 @@ _TOLERANCES = {
     "float16": 1e-2,
     "bfloat16": 5e-2,
 }
-"""How far shards may be off, over the largest element: sums are added up in another order. A declaration that is wrong
-is off by as much as the elements themselves."""
-
-_WIDENED = 2
-"""How much more the collectives of a function may send: compilers for CPUs add small floats up in float32."""
+"""The largest error of shards, over the largest element: sums are added up in another order. A wrong declaration is off
+by as much as the elements themselves."""
 
 
 def check_region(
@@ -43,7 +40,7 @@ def check_region(
     """Compares a region on shards with the same function on whole arrays, on CPU devices.
 
     Each letter that may be split is split by itself, into as few pieces as it can be and into as many as there are
-    devices for, and those of the exchange together; then every two of those that hold, and all of them, as far as
+    devices for, and the letters of the exchange together; then every two splits that hold, and all of them, as far as
     devices reach. Results and gradients have to be equal to rounding, and the compiled program must send no more than
     the sums that the declaration implies, and what the function sends by hand. Of alternatives each is checked, and
     compared with the first.
@@ -122,7 +119,7 @@ def _elements(array: Any) -> Any:
 @final
 @attrs.frozen
 class _Group:
-    """Letters that are split over the same axes: one by itself, or those of the exchange."""
+    """Letters that are split over the same axes: a single one, or the letters of the exchange."""
 
     letters: Term
     is_exchange: bool = False
@@ -135,7 +132,7 @@ class _Group:
 
 
 def _axes_of(groups: Iterable[_Group]) -> ShardAxes:
-    """The axes of groups of letters, each of which is split over an axis of its own."""
+    """The axes of groups of letters, with an axis for each group."""
     letters = {group.letters[0]: (group.axis,) for group in groups if not group.is_exchange}
     exchange = tuple(group.axis for group in groups if group.is_exchange)
     return ShardAxes(letters, exchange, tuple(group.axis for group in groups))
@@ -154,7 +151,7 @@ class _Check:
     devices: Sequence[Any]
 
     def problems(self) -> list[str]:
-        """What differs, for each way to split letters."""
+        """The differences, for each way to split letters."""
         declaration = self._on_shards.traced(self.operands)[0].declaration
         sizes = declaration.sizes([operand.shape for operand in self.operands])
         groups = [_Group((letter,)) for letter in declaration.split]
@@ -177,7 +174,7 @@ class _Check:
         problems = list(self._incomparable())
         pieces: dict[_Group, int] = {}  # of letters that hold by themselves
         for group, possible in counts.items():
-            # Some mistakes show in small shards only, those of an exchange on more than two devices: both neighbours in
+            # Some mistakes show in small shards only, some of an exchange on more than two devices: both neighbours in
             # a ring of two are the same.
             tried = possible[-1:] if group.is_exchange else dict.fromkeys((possible[0], possible[-1]))
             differences = next(filter(None, (list(self._differences_of({group: count})) for count in tried)), [])
@@ -206,7 +203,7 @@ class _Check:
         ]
 
     def _is_even(self, pieces: Mapping[_Group, int], sizes: Mapping[str, int]) -> bool:
-        """Whether letters that are split by themselves and in the exchange have enough elements for both."""
+        """Letters that are split by themselves and in the exchange have enough elements for both."""
         letters = {letter for group in pieces for letter in group.letters}
         counts = {
             letter: math.prod(count for group, count in pieces.items() if letter in group.letters) for letter in letters
@@ -331,7 +328,7 @@ class _Check:
             operands = [*self.operands, *self._cotangents][: len(function.declaration.operands)]
             program = function.shard_program(axes, mesh_sizes, operands)
             for exchange in exchanges_of(program, mesh_sizes):
-                sent += exchange.count * exchange.sent_bytes * _WIDENED
+                sent += 2 * exchange.count * exchange.sent_bytes  # CPUs add small floats up in float32
         return sent
 
     @functools.cached_property

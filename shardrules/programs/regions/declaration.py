@@ -38,7 +38,7 @@ class ShardAxes:
 @final
 @attrs.frozen
 class Declaration:
-    """How the dims of operands and results go together. A result is a sum over the split letters that it lacks.
+    """The letters of the dims of operands and results. A result is a sum over the split letters that it lacks.
 
     ```python
     from shardrules.programs.regions.declaration import Declaration
@@ -75,6 +75,8 @@ class Declaration:
         problems = list(_term_problems(operands, results))
         if split is None and whole is None and exchange is None:
             problems.append("it does not say which letters may be split: pass split= or whole=")
+        # Of split and whole either may be left out: it is then all other letters. A letter of the exchange may be split
+        # by itself, too, but only if split names it.
         together = tuple(dict.fromkeys((exchange or "").split()))
         if split is not None:
             splits = split.split()
@@ -119,7 +121,7 @@ class Declaration:
         return {letter: size for term, shape in sides for letter, size in zip(term, shape, strict=True)}
 
     def misfits(self, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]] | None) -> list[str]:
-        """What is wrong with the shapes of operands, and of results where they are known."""
+        """The misfits in the shapes of operands, and of results if they are known."""
         problems: list[str] = []
         sizes: dict[str, tuple[int, str]] = {}
         sides = [("operand", self.operands, operands), ("result", self.results, results)]
@@ -146,14 +148,14 @@ class Declaration:
         return tuple(letter for letter in self.split if letter in letters and letter not in self.results[result_index])
 
     def sums_exchange(self, result_index: int) -> bool:
-        """Whether a result is summed over the devices that exchange, since it has none of their letters.
+        """A result is summed over the devices that exchange, since it has none of their letters.
 
-        Whatever it is computed from: the function knows over which axes it runs, and returns its part.
+        This holds for any result: the function knows over which axes it runs, and returns its part.
         """
         return bool(self.exchange) and not any(letter in self.results[result_index] for letter in self.exchange)
 
     def all_summed(self, result_index: int) -> Term:
-        """All letters that a result is summed over: those of the exchange go together."""
+        """All letters that a result is summed over: the letters of the exchange go together."""
         exchange = self.exchange if self.sums_exchange(result_index) else ()
         return tuple(dict.fromkeys((*self.summed(result_index), *exchange)))
 
@@ -174,7 +176,7 @@ class Declaration:
         mesh_sizes: Mapping[str, int],
         sizes: Mapping[str, int],
     ) -> ShardAxes:
-        """Which axes split each letter, for operands and results in these specs: whatever fits, results first."""
+        """The axes that split each letter, for operands and results in these specs: as many as fit, results first."""
         terms = [*zip(self.results, results_first, strict=True), *zip(self.operands, specs, strict=True)]
         entries = [
             (letter, names)
@@ -187,6 +189,7 @@ class Declaration:
         axes: dict[str, Axes] = {}
         used = dict.fromkeys(exchange)
         for letter, all_names in entries:
+            # An axis serves one letter, the first that wants it; a letter that does not divide stays whole.
             names = tuple(name for name in all_names if name not in exchange) if letter in self.exchange else all_names
             if letter not in self.split or letter in axes or not names or any(name in used for name in names):
                 continue
@@ -211,13 +214,14 @@ class Declaration:
         for name in (name for name in mesh_sizes if name in letters_of):
             letters = letters_of[name]
             pieces = math.prod(mesh_sizes[other] for other in (*chosen, name))
+            # All letters of the exchange are cut into as many pieces: one that does not divide rules an axis out.
             is_together = len(letters) > 1 or any(letter not in self.split for letter in letters)
             if is_together and all(sizes[letter] % pieces == 0 for letter in self.exchange):
                 chosen.append(name)
         return tuple(chosen)
 
     def allows(self, axes: ShardAxes) -> bool:
-        """Whether it may be split so."""
+        """It may be split so."""
         return all(letter in self.split for letter in axes.letters) and bool(self.exchange or not axes.exchange)
 
     def specs(self, axes: ShardAxes) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:

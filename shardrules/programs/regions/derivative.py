@@ -27,7 +27,7 @@ def differentiable(function: ShardFunction, operands: Sequence[Any]) -> list[Any
             return call_region(function, operands)
 
     def forward(*operands: Any) -> tuple[list[Any], Any]:
-        # Here, where the settings of JAX are those of the call.
+        # Here, where the settings of JAX are the call's.
         return call(*operands), (_Static(function.backward(operands)), operands)
 
     def backward(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
@@ -47,7 +47,7 @@ def differentiable(function: ShardFunction, operands: Sequence[Any]) -> list[Any
 @final
 @attrs.frozen
 class _Static:
-    """What passes from the forward to the backward pass beside arrays."""
+    """Non-arrays that pass from the forward to the backward pass."""
 
     value: BackwardPass
 

@@ -1,4 +1,4 @@
-"""What a program of one device sends by hand, read off its collectives."""
+"""Data that a program of one device sends by hand, read off its collectives."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ _KINDS: Mapping[str, ExchangeKind] = {
     "reduce_scatter": "reduce-scatter",
     "all_to_all": "all-to-all",
     "ragged_all_to_all": "all-to-all",
-    "send_rows": "all-to-all",  # that of `shardrules.expert_exchange`
+    "send_rows": "all-to-all",  # the primitive of `shardrules.expert_exchange`
     "ppermute": "collective-permute",
 }
 """The collectives of `jax.lax`, by what compilers make of them."""
@@ -37,7 +37,7 @@ class Exchange:
     kind: ExchangeKind
     axes: tuple[str, ...]
     sent_bytes: float
-    """What a device sends each time."""
+    """The bytes that a device sends each time."""
     count: int
 
 
@@ -91,7 +91,7 @@ def _axes(equation: Any) -> tuple[str, ...]:
 
 
 def _sent_fraction(equation: Any, kind: ExchangeKind, group_size: int) -> float:
-    """What a device sends, over the bytes that it has."""
+    """The bytes that a device sends, over the bytes that it has."""
     if kind == "all-gather":
         return group_size - 1
     if kind == "collective-permute":

@@ -35,14 +35,14 @@ class ShardFunction:
     cost: Callable[..., Any] | None = None
     """Returns FLOPs, from shapes of shards: `None` where they are counted."""
     alternatives: tuple["ShardFunction", ...] = ()
-    """Functions that compute the same, of which one runs; `run` is that of the first."""
+    """Functions that compute the same; one of them runs. `run` is the first one's."""
     over: Axes | None = None
     """The mesh axes that plans have to exchange its shards over; `None` leaves them to the plan."""
     _cache: dict[Hashable, Any] = attrs.field(factory=dict, init=False, repr=False)
     """Programs and functions that are derived from it, so that JAX compiles none of them twice."""
 
     def text_of(self, program: ClosedJaxpr) -> str:
-        """What is declared, with the FLOPs of a program, alike in every process: plans tell equations apart by it."""
+        """The declaration, with the FLOPs of a program, alike in every process: plans tell equations apart by it."""
 
         def text(function: "ShardFunction") -> str:
             cost = "" if function.cost is None else f"; {function.flops(program)} FLOPs"
@@ -93,7 +93,7 @@ class ShardFunction:
         return attrs.evolve(self, run=run, declaration=declaration), program
 
     def _trace_alternatives(self, structs: Sequence[jax.ShapeDtypeStruct]) -> tuple[Self, ClosedJaxpr]:
-        """Traces those that run on whole arrays, of which there must be one."""
+        """Traces the alternatives that run on whole arrays: at least one must."""
         avals = [ShapedArray(struct.shape, struct.dtype, weak_type=struct.weak_type) for struct in structs]
         traced: list[tuple[ShardFunction, ClosedJaxpr]] = []
         refusals: list[SplitError] = []
@@ -195,7 +195,7 @@ class ShardFunction:
         return best
 
     def flops(self, program: ClosedJaxpr) -> int:
-        """The FLOPs of a program of this function: what its author says, or those of its matmuls and kernels."""
+        """The FLOPs of a program of this function: its author's, or those of its matmuls and kernels."""
         if self.cost is None:
             return _flops(program)
         flops = self.cost(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in program.in_avals))
@@ -323,7 +323,7 @@ class ShardFunction:
 @final
 @attrs.frozen(eq=False)
 class BackwardPass:
-    """How a region is differentiated."""
+    """The derivative of a region."""
 
     function: ShardFunction
     """From operands and cotangents to gradients."""
@@ -388,7 +388,7 @@ def _one_by_one(run: Callable[..., list[Any]], is_batched: Sequence[bool], opera
 
 
 def _cost_of_all(cost: Callable[..., Any], is_batched: Sequence[bool], *operands: jax.ShapeDtypeStruct) -> Any:
-    """The cost of a mapped function: that of one call, times the calls."""
+    """The cost of a mapped function: the cost of one call, times the calls."""
     calls = next(operand.shape[0] for operand, flag in zip(operands, is_batched, strict=True) if flag)
     each = (
         jax.ShapeDtypeStruct(operand.shape[flag:], operand.dtype)

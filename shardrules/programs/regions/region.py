@@ -140,6 +140,7 @@ def alternatives(*regions: "RegionFunction") -> "RegionFunction":
         problems.append(f"they exchange along different letters: {', '.join(map(' '.join, exchanges))}")
     if problems:
         raise ConfigError(f"alternatives must have one rule: {'; '.join(problems)}")
+    # A letter that one of them can split or exchange may be split: which of them runs is chosen by the axes.
     union = attrs.evolve(
         first,
         split=tuple(dict.fromkeys(letter for each in declarations for letter in each.split)),

@@ -38,11 +38,6 @@ _MODEL_SIZES = (2, 4, 8)
 good meshes are tried later, so that 16 is reached from 8."""
 
 
-_LARGEST_PLANE = 256
-"""The chips of a whole pod of TPUs in a plane: v5e and v6e (https://jax-ml.github.io/scaling-book/tpus). Twice as many
-are two slices."""
-
-
 @final
 @attrs.frozen(eq=False)
 class Cluster:
@@ -177,7 +172,8 @@ class Cluster:
 def _doubled(target: Target) -> Target:
     """Returns a target of twice as many devices, or raises `TargetError` where they do not fill hosts."""
     sizes = list(target.shape)
-    if target.slices > 1 or (len(sizes) == 2 and math.prod(sizes) >= _LARGEST_PLANE):
+    # A whole pod of v5e or v6e is a plane of 256 chips (https://jax-ml.github.io/scaling-book/tpus).
+    if target.slices > 1 or (len(sizes) == 2 and math.prod(sizes) >= 256):
         return attrs.evolve(target, slices=2 * target.slices)
     smallest = min(range(len(sizes)), key=lambda dim: (sizes[dim], -dim))
     sizes[smallest] *= 2

@@ -23,8 +23,8 @@ def load_rules(path: Any) -> RulesFile:
 
     **Raises:**
 
-    `RulesFileError`, listing everything that is wrong with the file, each with its line, its key and the most similar
-    word; also when a rule uses an axis that the mesh of the file lacks. `ConfigTypeError` when `path` is not a path.
+    `RulesFileError`, listing everything that is wrong with the file, each with its key and the most similar word; also
+    when a rule uses an axis that the mesh of the file lacks. `ConfigTypeError` when `path` is not a path.
 
     ```python
     from pathlib import Path

@@ -23,13 +23,12 @@ axis = "data"
 ```
 
 A rule is a table with a `type` and the arguments of that rule, or a text such as `"shard_dim('model', 0)"`. With a
-`path` it applies to the leaves that match. Errors name the line of the value, and the path of keys to it.
+`path` it applies to the leaves that match. Errors name the path of keys to the value.
 """
 
 import functools
 import inspect
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -56,12 +55,11 @@ from shardrules.mesh.shape import mesh_shape
 from shardrules.rules.auto import AutoShardingRule
 from shardrules.rules.composite import CompositeShardingRule
 from shardrules.rules.dim import DimShardingRule
-from shardrules.rules.files.lines import KeyPath, key_lines
 from shardrules.rules.files.rules_file import Limits, RulesFile
 from shardrules.rules.fitted import FittedShardingRule
 from shardrules.rules.fsdp import FSDPShardingRule
-from shardrules.rules.huggingface.rule import HuggingFaceShardingRule
-from shardrules.rules.logical.rule import LogicalShardingRule
+from shardrules.rules.late import HUGGING_FACE
+from shardrules.rules.logical import LogicalShardingRule
 from shardrules.rules.memory import MemoryConstrainedShardingRule
 from shardrules.rules.named_axes import named_axes
 from shardrules.rules.regex import RegexShardingRule
@@ -72,19 +70,22 @@ from shardrules.rules.text import is_object_name, parse_op, parse_rule
 
 _T = TypeVar("_T")
 
+KeyPath: TypeAlias = tuple[str | int, ...]
+"""The keys and indices that lead to a value: `("rules", 0, "spec")`, which messages write `rules[0].spec`."""
+
 WHOLE = "-"
 """The entry of a spec for a dimension that no axis splits."""
 
 _KEYS = ("mesh", "optimizer", "limits", "rule", "rules")
 _RULE_KEYS = ("path", "spec", "type", "rule")
-"""What a table that is a rule may begin with; a `type` has further keys of its own."""
+"""The keys that a table for a rule may begin with; a `type` has further keys of its own."""
 
 _FORMER_TYPES = {"dim": "shard_dim"}
 """Names of rules in files that were written before they changed, and the names now."""
 
 
 def read_rules_file(file: Path) -> RulesFile:
-    """Reads a TOML file of rules. The error lists all that is wrong, each with the line, the key and a similar word."""
+    """Reads a TOML file of rules. The error lists all that is wrong, each with its key and a similar word."""
     try:
         text = read_text(file)
     except ConfigError as error:
@@ -96,15 +97,10 @@ def read_rules_text(text: str, file: Path) -> RulesFile:
     """Reads the text of a file of rules, which need not be written yet."""
     try:
         data = read_toml(text)
-    except tomllib.TOMLDecodeError as error:
-        match = re.search(r"at line (\d+)", str(error))
-        # Tomllib says "at end of document" then.
-        line = match[1] if match else text.count("\n") + 1
-        raise RulesFileError(f"{file}:{line}: invalid TOML: {error}") from error
     except ValueError as error:
         raise RulesFileError(f"{file}: invalid TOML: {error}") from error
     try:
-        return _Reader(file, key_lines(text)).read(data)
+        return _Reader(file).read(data)
     except RecursionError as error:
         raise RulesFileError(f"{file}: its rules nest too deeply") from error
 
@@ -127,7 +123,6 @@ class _Reader:
     """Turns tables into rules, and remembers which axes they use where."""
 
     file: Path
-    lines: Mapping[KeyPath, int]
     axes: list[tuple[str, str]] = attrs.Factory(list)
     problems: list[str] = attrs.Factory(list)
 
@@ -171,14 +166,12 @@ class _Reader:
         return RulesFileError(f"{self.place(path)}: {message}")
 
     def place(self, path: KeyPath) -> str:
-        """The file, the line of a key or of the nearest one around it, and the key path."""
-        around = (path[:length] for length in range(len(path), 0, -1))
-        line = next((self.lines[outer] for outer in around if outer in self.lines), None)
+        """The file and the key path."""
         keys = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
-        return f"{self.file}" + (f":{line}" if line else "") + (f": {keys}" if keys else "")
+        return f"{self.file}: {keys}" if keys else f"{self.file}"
 
     def _attempt(self, read: Callable[[], _T]) -> _T | None:
-        """What `read` returns; an error becomes one of the problems, so that all of them are listed."""
+        """The result of `read`; an error becomes one of the problems, so that all of them are listed."""
         try:
             return read()
         except RulesFileError as error:
@@ -195,13 +188,13 @@ class _Reader:
         table: Mapping[str, Any],
         path: KeyPath,
     ) -> dict[str, Any]:
-        """What the readers return for the keys of a table that they are for; `check` refuses the other keys."""
+        """The values that the readers return for their keys of a table; `check` refuses the other keys."""
         keys = [key for key in table if key in readers]
         reads = [functools.partial(readers[key], table[key], (*path, key)) for key in keys]
         return dict(zip(keys, self._each(check, *reads)[1:], strict=True))
 
     def _each(self, *reads: Callable[[], Any]) -> list[Any]:
-        """What each of `reads` returns. All are called: of several errors the last is raised, the others are noted."""
+        """The results of `reads`. All are called: of several errors the last is raised, the others are noted."""
         values: list[Any] = []
         errors: list[RulesFileError] = []
         for read in reads:
@@ -216,7 +209,7 @@ class _Reader:
         return values
 
     def _guard(self, make: Callable[[], Any], path: KeyPath) -> Any:
-        """What `make` returns; errors of the library get the location."""
+        """The result of `make`; errors of the library get the location."""
         try:
             return make()
         except RulesFileError:
@@ -243,7 +236,7 @@ class _Reader:
         return value
 
     def limits(self, value: Any, path: KeyPath) -> Limits:
-        """What `shardrules check` holds a plan against."""
+        """The limits that `shardrules check` holds a plan against."""
         if not isinstance(value, dict):
             raise self.error(path, f'must be a table, [limits] with budget = "16GiB"; got {value!r:.60}')
         readers: Mapping[str, Callable[[Any, KeyPath], Any]] = {
@@ -530,7 +523,10 @@ TYPES: Mapping[str, _RuleType] = MappingProxyType(
         ),
         "fitted": _rule_type(FittedShardingRule, rule=_Reader.fitted),
         "fsdp": _rule_type(FSDPShardingRule, axis=_Reader.axis),
-        "hf": _rule_type(HuggingFaceShardingRule, tensor=_Reader.axis, fsdp=_Reader.axis, head_dim=_Reader.number),
+        "hf": _RuleType(
+            HUGGING_FACE,
+            {"tensor": _Reader.axis, "fsdp": _Reader.axis, "head_dim": _Reader.number, "roles": _Reader.plain},
+        ),
         "logical": _rule_type(LogicalShardingRule, mapping=_Reader.names),
         "memory": _rule_type(
             MemoryConstrainedShardingRule,

@@ -1,4 +1,4 @@
-"""`RulesFile`: what a file of rules says, for programs and for the checks that guard them."""
+"""`RulesFile`: the content of a file of rules, for programs and for the checks that guard them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from shardrules.core.rule import ShardingRule
 @final
 @attrs.frozen
 class Limits:
-    """What `shardrules check` holds a plan against: the table `[limits]` of a file of rules.
+    """The limits that `shardrules check` holds a plan against: the table `[limits]` of a file of rules.
 
     `budget` is the bytes that a device may use, `golden` the file of the expected plan, and `level` the severity from
     which findings fail; `None` where the file has none.
@@ -30,7 +30,7 @@ class Limits:
 @final
 @attrs.frozen
 class RulesFile:
-    """What a file of rules says, as `load_rules` returns it.
+    """The content of a file of rules, as `load_rules` returns it.
 
     `rules` is one rule for the whole model. `mesh` has axes and sizes but no devices: `create_mesh(mesh)` gives it
     some. `optimizer` is the optimizer as text, `"adamw(mu_dtype='bfloat16')"`. `mesh` and `optimizer` are `None` where
@@ -43,10 +43,10 @@ class RulesFile:
     limits: Limits = Limits()
     file: Path = Path()
     axes: tuple[tuple[str, str], ...] = attrs.field(default=(), repr=False)
-    """The axes in the rules, each with its line and key path."""
+    """The axes in the rules, each with its file and key path."""
 
     def check_axes(self, mesh: AnyMesh) -> None:
-        """Raises an error with the line and the key path of each axis in the rules that a mesh lacks."""
+        """Raises an error with the key path of each axis in the rules that a mesh lacks."""
         self.check_axis_names(mesh.axis_names, f"the mesh is {mesh_text(mesh)}")
 
     def check_axis_names(self, names: Sequence[str], reason: str) -> None:

@@ -33,7 +33,7 @@ def threads() -> list[threading.Thread]:
 
 
 def until(condition: Callable[[], bool]) -> bool:
-    """Whether a condition becomes true while another thread goes on; the limit only ends a test that fails."""
+    """Returns whether a condition becomes true while another thread goes on; the limit ends a test that fails."""
     for _ in range(2000):
         if condition():
             return True

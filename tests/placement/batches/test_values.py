@@ -138,6 +138,8 @@ def test_anything_else_is_an_error_with_its_path(value: Any, message: str) -> No
         (np.full(8, 2**63, ">u8"), "beyond those of uint32"),
         ([1e39, np.inf], "beyond those of float32"),
         (np.full(8, 1e39j), "beyond those of complex64"),
+        (np.int64(2**40), "beyond those of int32"),
+        (np.float64(1e300), "beyond those of float32"),
         (np.ma.masked_array(np.ones(8), [True] * 8), "error masked: x: arrays of JAX have no mask"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What `lower` and `compile` return: called as the function, read as the stages of JAX."""
+"""The results of `lower` and `compile`: called as the function, read as the stages of JAX."""
 
 from typing import Any
 

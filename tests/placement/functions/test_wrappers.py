@@ -36,7 +36,7 @@ with_jvp.def_jvp(lambda primals, tangents: (2 * primals[0], tangents[0]))
 
 X = np.arange(16.0, dtype=np.float32).reshape(8, 2)
 SCALE = Scale(jnp.full(2, 2.0))
-"""What each wrapper computes is `2 * X`."""
+"""The result of each wrapper is `2 * X`."""
 
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "vmap": eqx.filter_vmap(SCALE),
@@ -142,7 +142,7 @@ OURS = {
     ),
     "jax.jit": ("lambda fn, **options: sr.filter_jit(fn)", "sr.filter_init(lambda: jnp.ones(8), P('data'), mesh)()"),
 }
-"""What a program may put into the place of a function of JAX, and a call of that."""
+"""Replacements of a function of JAX by a program, and a call of each."""
 
 
 @pytest.mark.slow

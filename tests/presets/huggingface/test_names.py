@@ -79,5 +79,5 @@ def test_what_the_checkpoint_lacks_keeps_its_path(tmp_path: Path) -> None:
 
 
 def test_a_broken_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(sr.errors.CheckpointError, match=r"tensor_names: .*gone cannot be loaded.*\n.*no such file"):
+    with pytest.raises(sr.errors.CheckpointError, match=r"tensor_names: .*gone cannot be loaded.*\n.*No such file"):
         huggingface.tensor_names(tmp_path / "gone")

@@ -30,8 +30,6 @@ from tests.programs.examples import (
     CLOSED_FORMS,
     CPU,
     CUDA,
-    LAYERS,
-    STEPS,
     TARGETS,
     TPU,
     ClosedForm,
@@ -71,11 +69,9 @@ def roles(report: AuditReport) -> dict[str, str]:
 @pytest.mark.parametrize("target", [CPU, CUDA])
 @pytest.mark.parametrize("case", CLOSED_FORMS, ids=lambda case: case.name)
 def test_closed_forms(case: ClosedForm, target: str) -> None:
-    """Kinds, axes, runs, payload and wire bytes, and FLOPs, are as in the formulas, to the byte."""
+    """Wire bytes and FLOPs are as in the formulas, to the byte."""
     report = closed(case.name, target)
-    moved = case.on_cpu if target == CPU else case.moved
-    assert arrays_moved(report.collectives) == expected(moved)
-    assert report.wire_bytes == ring_bytes(moved, case.axes)
+    assert report.wire_bytes == ring_bytes(case.on_cpu if target == CPU else case.moved, case.axes)
     assert report.flops == case.flops
     assert report.model_flops == case.flops * 8
 
@@ -103,19 +99,6 @@ def test_closed_forms_as_tpus_have_them(case: ClosedForm) -> None:
         each.dtype for collective in report.collectives if collective.kind == "all-gather" for each in collective.arrays
     ]
     assert set(gathered) == ({"bf16"} if case.name in HALVED else set())
-
-
-@targets
-def test_loops_and_arguments_are_known(target: str) -> None:
-    report = closed("scanned", target)
-    gathers = [collective for collective in report.collectives if collective.kind == "all-gather"]
-    assert {collective.times.count for collective in gathers} == {LAYERS}
-    assert (
-        sorted(path for collective in gathers for path in collective.arguments)
-        == ["layers/down"] * 2 + ["layers/up"] * 2
-    )
-    accumulated = closed("accumulated", target)
-    assert {collective.times.count for collective in accumulated.collectives} <= {1, STEPS}
 
 
 @targets

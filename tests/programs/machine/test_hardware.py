@@ -1,7 +1,4 @@
-"""Sheets of hardware: their figures and sources, and the tables of the page on targets.
-
-`python -m tests.programs.machine.test_hardware` rewrites the tables.
-"""
+"""Sheets of hardware: their figures and sources, and the tables of the page on targets."""
 
 import math
 import pickle
@@ -15,15 +12,14 @@ import numpy as np
 import pytest
 
 import shardrules as sr
+from docs.sheets import MARK, figure_text, on_page_markdown
 from shardrules.core.errors import HardwareError, TargetError
-from shardrules.programs.machine.hardware import FIGURES, RATES, Hardware, sheets
+from shardrules.programs.machine.hardware import FIGURES, Hardware, sheets
 from shardrules.programs.machine.targets import Target
 from tests.house.source import REPOSITORY
 from tests.programs.machine.test_targets import needs
 
 SHEETS = sheets()
-TABLES = ("matmul_rates", "collective_times")
-PAGE = REPOSITORY / "docs" / "api" / "targets.md"
 DESCRIPTIONS = REPOSITORY / "shardrules" / "programs" / "machine" / "gpus"
 
 
@@ -200,77 +196,23 @@ def test_unknown_names_raise_with_all_names(name: Any) -> None:
 # The page.
 
 
-def figure_text(sheet: Hardware, figure: str) -> str:
-    value = getattr(sheet, figure)
-    if figure == "peak_flops":
-        return ", ".join(f"{name} {rate / 1e12:.6g}" for name, rate in value) + " TFLOP/s"
-    if figure == "memory_bytes":
-        return f"{value / 2**30:.2f} GiB"
-    if figure.endswith("_fractions"):
-        return ", ".join(f"{name} {number:.6g}" for name, number in value)
-    if figure == "matmul_rates":
-        return ", ".join(f"{table.kind}: {len(table.flops_per_second)} sizes" for table in value) or "none"
-    if figure == "collective_times":
-        kinds = dict.fromkeys(table.kind for table in value)
-        groups = {kind: [str(table.group_size) for table in value if table.kind == kind] for kind in kinds}
-        return ", ".join(f"{kind} of {'/'.join(sizes)}" for kind, sizes in groups.items()) or "none"
-    if figure == "clock_hertz":
-        return f"{value / 1e9:.6g} GHz" if value else "none"
-    if figure == "devices_per_host":
-        return "all" if value is None else str(value)
-    if figure.endswith("bytes_per_second"):
-        return f"{value / 1e9:.6g} GB/s"
-    return f"{value * 1e6:.6g} µs" if figure.endswith("seconds") else f"{value:.6g}"
-
-
-def tables() -> str:
-    """The sheets as markdown: an overview, then every figure with its source."""
-    peaks = [figure for figure in FIGURES[: FIGURES.index("torus_dims")] if figure != "peak_flops"]
-    reached = [figure for figure in FIGURES[FIGURES.index("matmul_fractions") :] if figure not in TABLES]
-    lines = [
-        f"| sheet | {' | '.join(f'`{name}`' for name in RATES)} |",
-        f"|---|{'--:|' * len(RATES)}",
-    ]
-    for name, sheet in SHEETS.items():
-        rates = dict(sheet.peak_flops)
-        cells = [f"{rates[kind] / 1e12:.5g}" if kind in rates else "" for kind in RATES]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    for columns in (peaks, reached):
-        lines += [
-            "",
-            f"| sheet | {' | '.join(column.replace('_', ' ') for column in columns)} |",
-            f"|---|{'--:|' * len(columns)}",
-        ]
-        lines += [
-            f"| `{name}` | {' | '.join(figure_text(sheet, column) for column in columns)} |"
-            for name, sheet in SHEETS.items()
-        ]
-    for name, sheet in SHEETS.items():
-        lines += ["", f"### {sheet.name}: `{name}`", "", "| figure | value | source |", "|---|---|---|"]
-        for figure in FIGURES:
-            source = re.sub(r"https://[^\s,;]*[^\s,;:]", r"<\g<0>>", sheet.source(figure))
-            lines.append(f"| `{figure}` | {figure_text(sheet, figure)} | {source} |")
-    return "\n".join(lines)
-
-
-def with_tables(page: str) -> str:
-    """The page with new tables."""
-    before, start, rest = page.partition("<!-- the sheets -->\n")
-    _, end, after = rest.partition("\n<!-- the end of the sheets -->")
-    assert start
-    assert end
-    return f"{before}{start}\n{tables()}\n{end}{after}"
-
-
 def test_the_page_shows_every_figure_with_its_source() -> None:
-    page = PAGE.read_text()
-    assert with_tables(page) == page, "python -m tests.programs.machine.test_hardware rewrites the tables"
+    page = (REPOSITORY / "docs" / "api" / "targets.md").read_text()
+    assert page.count(MARK) == 1
+    built = on_page_markdown(page)
+    assert MARK not in built
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| .+ \|$", built[built.index("### CPU") :], re.MULTILINE)
+    assert rows == [*FIGURES] * len(SHEETS)
+    for name, sheet in SHEETS.items():
+        assert f"### {sheet.name}: `{name}`" in built
+    plain = re.sub(r"<(https://[^>]+)>", r"\1", built)
+    assert [
+        (name, figure)
+        for name, sheet in SHEETS.items()
+        for figure in FIGURES
+        if f"| `{figure}` | {figure_text(sheet, figure)} | {sheet.source(figure)} |" not in plain
+    ] == []
 
 
-def test_a_changed_table_is_detected() -> None:
-    page = PAGE.read_text()
-    assert with_tables(page.replace("450 GB/s", "451 GB/s")) == page != page.replace("450 GB/s", "451 GB/s")
-
-
-if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text()))
+def test_other_pages_stay_as_they_are() -> None:
+    assert on_page_markdown("# A page\n") == "# A page\n"

@@ -97,10 +97,10 @@ def test_collectives_of_gpus_are_kernels_on_another_stream() -> None:
 
 def test_kernels_in_graphs_of_a_gpu_are_those_of_the_program() -> None:
     comparison, plain = compare(gpu_trace(graph=True)), compare(gpu_trace())
-    # What the library clears before it multiplies is part of the matmul.
-    assert measured(comparison.kernels) == {**measured(plain.kernels), "dot.1": 10}
+    assert measured(comparison.kernels) == measured(plain.kernels)
     assert comparison.missing == plain.missing
-    assert comparison.matched_share == pytest.approx(1.0, abs=1e-4)
+    # Only what the library clears before it multiplies is not of an instruction.
+    assert comparison.matched_share == pytest.approx(89 / 90)
     assert by_name(comparison.kernels)["dot.2"].measured_seconds == pytest.approx(30e-6)
 
 

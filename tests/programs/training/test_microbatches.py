@@ -372,6 +372,12 @@ def paired_product(model: Any, batch: Any) -> Any:
             "<lambda>: the programs for 8 and for 2 examples differ: .*has div.*Keep the batch whole",
         ),
         (
+            lambda m, b: jnp.sum(
+                jax.lax.reduce(b["x"] @ m["up"], 0.0, lambda total, value: total + value / len(b["x"]), (1,))
+            ),
+            "the programs for 8 and for . examples differ: jaxpr of reduce",
+        ),
+        (
             lambda m, b: jnp.mean(
                 jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((len(b["x"]),), jnp.float32), squares(m, b))
             ),

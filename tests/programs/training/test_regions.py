@@ -1,5 +1,6 @@
 """Regions in microbatches: what a declaration says of the dim of the examples is what a loss is split by."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -186,15 +187,36 @@ def test_groups_of_several_examples_stay_together() -> None:
     assert_same(loss, experts(), TOKENS, ((2, 1), (4, 1), (2, 2)))
 
 
-def test_regions_that_know_how_many_examples_there_are_have_no_microbatches() -> None:
-    @sr.region("rows dim, dim -> dim", split="rows")
-    def mean_over(x: Any, w: Any, *, count: int) -> Any:
-        return jnp.sin(x * w).sum(0) / count
+GIVEN_THE_COUNT: dict[str, Callable[[jax.Array, int], jax.Array]] = {
+    "a number": lambda sums, count: sums / count,
+    "an array": lambda sums, count: sums / jnp.asarray(count),
+    "a closed array": lambda sums, count: sums / np.full(4, count, np.float32),
+    "ones": lambda sums, count: sums / jnp.ones(count).sum(),
+    "positions": lambda sums, count: sums * jnp.sum(jnp.arange(count)),
+    "rounds": lambda sums, count: jax.lax.fori_loop(0, count, lambda _, sums: 1.1 * sums, sums),
+    "a scan": lambda sums, count: jax.lax.scan(lambda sums, _: (1.1 * sums, None), sums, None, length=count)[0],
+    "another program": lambda sums, count: jnp.sin(sums) if count > 4 else jnp.cos(sums),
+}
 
-    x, w = jnp.ones((8, 4)), jnp.ones(4)
-    with pytest.raises(MicrobatchError, match="depend on how many examples there are"):
-        accumulated(trace_loss(lambda w, x: mean_over(x, w, count=len(x)).sum(), w, x), 2)
-    assert_same(lambda w, x: mean_over(x, w, count=8).sum(), w, x, ((2, 1), (4, 1)))
+
+@pytest.mark.parametrize("name", GIVEN_THE_COUNT)
+def test_regions_that_are_given_how_many_examples_there_are_have_no_microbatches(name: str) -> None:
+    @sr.region("rows dim, dim -> dim", split="rows")
+    def pool(x: Any, w: Any, *, count: int) -> Any:
+        return GIVEN_THE_COUNT[name](jnp.sin(x * w).sum(0), count)
+
+    x, w = jnp.linspace(0.1, 1, 32).reshape(8, 4), jnp.ones(4)
+    with pytest.raises(MicrobatchError, match="depends on how many examples there are"):
+        accumulated(trace_loss(lambda w, x: pool(x, w, count=len(x)).sum(), w, x), 2)
+
+
+def test_regions_that_are_given_a_constant_have_microbatches() -> None:
+    @sr.region("rows dim, dim -> dim", split="rows")
+    def pool(x: Any, w: Any, *, count: int) -> Any:
+        return jnp.sin(x * w).sum(0) / count + 0 * jnp.ones(len(x)).sum()
+
+    x, w = jnp.linspace(0.1, 1, 32).reshape(8, 4), jnp.ones(4)
+    assert_same(lambda w, x: pool(x, w, count=8).sum(), w, x, ((2, 1), (4, 1)))
 
 
 def test_balance_over_the_batch_needs_the_batch() -> None:

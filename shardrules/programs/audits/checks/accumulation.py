@@ -19,15 +19,12 @@ import attrs
 
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
-from shardrules.core.source import user_line
-from shardrules.programs.audits.checks.costs import cost_text, names_text, severity, share_of
-from shardrules.programs.audits.facts import AuditFacts
+from shardrules.programs.audits.movement import MovedArrays, Movement, grouped, place_of, share_of
 from shardrules.programs.compiled.collectives import Collective
 from shardrules.programs.compiled.flow import Value
 from shardrules.programs.compiled.program import CompiledProgram
 from shardrules.programs.compiled.text import ArrayType, Instruction
 from shardrules.programs.compiled.uses import is_move, uses
-from shardrules.programs.costs.collective import collective_seconds
 
 _LINEAR = (
     "add",
@@ -48,85 +45,61 @@ _REDUCTIONS = ("all-reduce", "reduce-scatter")
 @final
 @attrs.frozen
 class _Total:
-    """What adds up the rounds of a loop."""
+    """The operation that adds up the rounds of a loop."""
 
     rounds: int
     is_stacked: bool = False
-    """Whether it does so after the loop."""
-
-
-@final
-@attrs.frozen
-class _RepeatedSum:
-    collective: Collective
-    array: ArrayType
-    total: _Total
+    """Added up after the loop."""
 
 
 _Totals: TypeAlias = Mapping[tuple[str, str], _Total]
 """By computation and name."""
 
 
-def check_accumulation(facts: AuditFacts) -> Iterator[Finding]:
+def check_accumulation(movement: Movement) -> Iterator[Finding]:
     """Sums over devices of which a loop uses nothing but the total."""
-    groups: dict[tuple[str, str, _Total, str], list[_RepeatedSum]] = {}
-    for repeated in _repeated_sums(facts):
-        collective = repeated.collective
-        key = (collective.kind, collective.axes_text, repeated.total, user_line(collective.stack))
-        groups.setdefault(key, []).append(repeated)
-    for (kind, axes, sums, line), group in groups.items():
-        rounds = sums.rounds
-        total = sum(_share(repeated) * repeated.collective.total_wire_bytes for repeated in group)
-        seconds = sum(_share(each) * collective_seconds(each.collective, facts.hardware) for each in group)
+    timing = movement.timing
+    groups = grouped(_repeated_sums(movement), lambda each: (place_of(each[0]), each[2]))
+    for ((kind, _, line), total), group in groups.items():
+        moved, rounds = MovedArrays(movement, [(collective, array) for collective, array, _ in group]), total.rounds
+        seconds = sum(share_of(collective, array) * timing.seconds(collective) for collective, array in moved.arrays)
         saved = seconds * (rounds - 1) / rounds
-        whole_bytes = sum(
-            each.array.nbytes * each.collective.times.count // rounds * (each.collective.group_size - 1)
-            for each in group
-            if kind == "reduce-scatter"
-        )
-        free_bytes = facts.hardware.memory_bytes - facts.memory.peak_bytes
-        # Gradients that every device keeps a slice of are summed in each round to save the memory of whole ones.
-        if whole_bytes > free_bytes and not facts.is_on_cpu:
-            continue
+        whole_bytes = 0
         if kind == "reduce-scatter":
-            saved = min(saved, facts.exposed_seconds(facts.round_of(group[0].collective)))
-        if saved <= 0:
+            # Gradients that every device keeps a slice of are summed in each round to save the memory of whole ones.
+            whole_bytes = sum(
+                array.nbytes * collective.times.count // rounds * (collective.group_size - 1)
+                for collective, array in moved.arrays
+            )
+            saved = min(saved, timing.exposed_seconds(timing.round_of(group[0][0])))
+        if saved <= 0 or not movement.has_room_for(whole_bytes):
             continue
-        runs = sum(repeated.collective.times.count for repeated in group)
-        largest = max((repeated.array for repeated in group), key=lambda array: array.nbytes)
-        names = names_text(path for each in group for path in facts.parameters_like(each.collective, each.array))
         memory = f" It takes {bytes_text(whole_bytes)} more memory." if whole_bytes else ""
-        place = "which are stacked and only added up" if sums.is_stacked else "of a loop that only adds them up"
-        yield Finding(
-            severity(facts, saved),
+        place = "which are stacked and only added up" if total.is_stacked else "of a loop that only adds them up"
+        yield moved.finding(
+            timing.severity(saved),
             "reduced-in-loop",
-            f"{runs} x {kind} over {axes}, largest array {largest}: {bytes_text(round(total))} on the wire per device "
-            f"and step, in each of the {rounds} rounds {place}. Once after the loop would be enough: "
-            f"{cost_text(facts, saved)}" + f". By shape the gradients of {names}" * bool(names),
-            remedy="Add up each device's own gradients in the loop, inside jax.shard_map over the axis of the batch, "
+            f"{moved}: {moved.on_wire}, in each of the {rounds} rounds {place}. Once after the loop would be enough: "
+            f"{timing.cost_text(saved)}" + f". By shape the gradients of {moved.parameters}" * bool(moved.parameters),
+            "Add up each device's own gradients in the loop, inside jax.shard_map over the axis of the batch, "
             f"and sum over devices (jax.lax.psum) after it.{memory}",
-            axis=axes if axes in facts.sizes else None,
-            source=line,
+            line,
         )
 
 
-def _share(repeated: _RepeatedSum) -> float:
-    return share_of(repeated.collective, repeated.array)
-
-
-def _repeated_sums(facts: AuditFacts) -> Iterator[_RepeatedSum]:
+def _repeated_sums(movement: Movement) -> Iterator[tuple[Collective, ArrayType, _Total]]:
     """Yields the sums over devices that flow into nothing but the total of a loop around them."""
-    program = facts.program
+    program = movement.program
     totals = dict(_totals(program))
     if not totals:
         return
-    for collective in facts.collectives:
+    for collective in movement.collectives:
         if collective.kind not in _REDUCTIONS or collective.group_size < 2:
             continue
-        for array, values in zip(collective.arrays, facts.results_of(collective), strict=True):
-            total = _total(facts, values, totals)
+        for array, values in zip(collective.arrays, movement.results_of(collective), strict=True):
+            total = _total(program, values, totals)
             if total is not None and array.size > 1 and collective.times.count >= total.rounds:
-                yield _RepeatedSum(collective, array, total)
+                yield collective, array, total
 
 
 def _totals(program: CompiledProgram) -> Iterator[tuple[tuple[str, str], _Total]]:
@@ -149,7 +122,7 @@ def _totals(program: CompiledProgram) -> Iterator[tuple[tuple[str, str], _Total]
 
 
 def _adds(program: CompiledProgram, reduction: Instruction) -> bool:
-    """Whether a reduction of one array adds up."""
+    """A reduction of one array that adds up."""
     adders = [program.find(name) for name in reduction.references("to_apply")]
     return len(reduction.operands) == 2 and all(each.by_name[each.root].op == "add" for each in adders)
 
@@ -193,24 +166,23 @@ def _additions_to(program: CompiledProgram, body: str, index: int, scalings: fro
 
 
 def _is_kept(instruction: Instruction) -> bool:
-    """Whether the result is the operand. TPUs start from zero by a choice in the first round: `select(first, 0, x)`."""
+    # TPUs start from zero by a choice in the first round: `select(first, 0, x)`.
     return is_move(instruction) or instruction.op == "select"
 
 
 _MAX_ADDITIONS = 8
-"""How many additions in a row are followed: a loop that adds more than this to an element in one round is unusual. Half
-as many would do for gradients that are used twice; twice as many cost time in large programs."""
+"""The additions in a row that are followed, chosen by hand: a loop rarely adds more to an element in one round."""
 
 
-def _total(facts: AuditFacts, values: tuple[Value, ...], totals: _Totals) -> _Total | None:
-    """What adds up these values, if nothing else uses them."""
+def _total(program: CompiledProgram, values: tuple[Value, ...], totals: _Totals) -> _Total | None:
+    """The operation that adds up these values, if nothing else uses them."""
     largest: _Total | None = None
 
     def passes_on(user: Instruction) -> bool:
         return is_move(user) or (user.op in _LINEAR and user.name not in names)
 
     names = {name for _, name in totals}
-    for use in facts.uses_of(values, passes_on):
+    for use in uses(program, values, passes_on):
         total = totals.get((use.computation.name, use.instruction.name))
         if total is None:
             return None

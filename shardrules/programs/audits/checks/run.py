@@ -1,6 +1,6 @@
 """All checks of an audit, in the order in which their findings are listed."""
 
-from collections.abc import Callable, Iterator
+import itertools
 
 from shardrules.core.finding import Finding, merged
 from shardrules.programs.audits.checks.accumulation import check_accumulation
@@ -21,33 +21,33 @@ from shardrules.programs.audits.checks.small import check_small_collectives
 from shardrules.programs.audits.checks.specs import check_batch, check_specs
 from shardrules.programs.audits.checks.tables import check_tables
 from shardrules.programs.audits.checks.work import check_repeated_update, check_repeated_work
-from shardrules.programs.audits.facts import AuditFacts
+from shardrules.programs.audits.movement import Movement
+from shardrules.programs.compiled.kernel_costs import KernelFacts
 
 
-def run_checks(facts: AuditFacts) -> tuple[Finding, ...]:
+def run_checks(movement: Movement, kernel_facts: KernelFacts) -> tuple[Finding, ...]:
     """Returns all findings, errors first; equal layers are one finding with their count."""
-    return merged(finding for check in _CHECKS for finding in check(facts))
-
-
-_CHECKS: tuple[Callable[[AuditFacts], Iterator[Finding]], ...] = (
-    check_specs,
-    check_batch,
-    check_optimizer_state,
-    check_moves,
-    check_contractions,
-    check_rematerialised,
-    check_kernels,
-    check_regathered,
-    check_whole_reductions,
-    check_accumulation,
-    check_wire_dtypes,
-    check_small_collectives,
-    check_repeated_work,
-    check_repeated_update,
-    check_saved_names,
-    check_tables,
-    check_memory,
-    check_constants,
-    check_uncounted,
-    check_donation,
-)
+    arguments, function, timing = movement.arguments, movement.function, movement.timing
+    findings = (
+        check_specs(arguments, function),
+        check_batch(arguments, function),
+        check_optimizer_state(arguments, timing),
+        check_moves(movement),
+        check_contractions(movement),
+        check_rematerialised(movement),
+        check_kernels(movement),
+        check_regathered(movement),
+        check_whole_reductions(movement),
+        check_accumulation(movement),
+        check_wire_dtypes(movement),
+        check_small_collectives(movement),
+        check_repeated_work(function),
+        check_repeated_update(movement),
+        check_saved_names(function, timing),
+        check_tables(arguments, function, timing),
+        check_memory(arguments, timing.hardware),
+        check_constants(function),
+        check_uncounted(movement.program, kernel_facts),
+        check_donation(arguments),
+    )
+    return merged(itertools.chain(*findings))

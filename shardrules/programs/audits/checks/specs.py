@@ -9,18 +9,18 @@ from jax.sharding import NamedSharding
 from shardrules.core.finding import Finding
 from shardrules.core.source import equation_line
 from shardrules.core.spec import same, spec_repr
-from shardrules.programs.audits.checks.costs import MAX_FLOPS_RATIO
-from shardrules.programs.audits.facts import AuditFacts, spec_text
+from shardrules.programs.audits.arguments import AuditedArguments, spec_text
+from shardrules.programs.audits.function import TracedFunction
 from shardrules.programs.compiling.constraints import weakened_constraints
 from shardrules.programs.compiling.roles import BATCH
 
 
-def check_specs(facts: AuditFacts) -> Iterator[Finding]:
+def check_specs(arguments: AuditedArguments, function: TracedFunction) -> Iterator[Finding]:
     """Arrays that are compiled with another spec than requested, and constraints that JAX weakens."""
-    for array, sharding in zip(facts.arguments, facts.compiled.argument_shardings, strict=True):
+    for array, _, sharding in arguments:
         if array.spec is not None and isinstance(sharding, NamedSharding) and not same(sharding.spec, array.spec):
             yield _weakened(array.path, array.shape, spec_repr(array.spec), spec_repr(sharding.spec), "argument")
-    for array in facts.compiled.results:
+    for array in function.compiled.results:
         if (
             array.requested is not None
             and isinstance(array.sharding, NamedSharding)
@@ -33,7 +33,7 @@ def check_specs(facts: AuditFacts) -> Iterator[Finding]:
                 spec_repr(array.sharding.spec),
                 "result",
             )
-    yield from weakened_constraints(facts.constraints, facts.sizes)
+    yield from weakened_constraints(function.constraints, function.sizes)
 
 
 def _weakened(path: str, shape: tuple[int, ...], requested: str, compiled: str, name: str) -> Finding:
@@ -41,15 +41,13 @@ def _weakened(path: str, shape: tuple[int, ...], requested: str, compiled: str, 
     return Finding("warning", "weakened", message, path, "Request a spec that the compiler can honour", shape)
 
 
-def check_batch(facts: AuditFacts) -> Iterator[Finding]:
+def check_batch(arguments: AuditedArguments, function: TracedFunction) -> Iterator[Finding]:
     """Batches that every device has the whole of, or that no spec says how to split."""
-    device_count = facts.program.device_count
-    jaxpr = facts.compiled.jaxpr.jaxpr
+    device_count = function.device_count
+    jaxpr = function.compiled.jaxpr.jaxpr
     # A whole batch is right where every axis splits parameters and no work is repeated: pure tensor parallelism.
-    is_shared = not facts.idle_axes and facts.flops_ratio <= MAX_FLOPS_RATIO
-    for array_index, (array, role, sharding) in enumerate(
-        zip(facts.arguments, facts.roles, facts.compiled.argument_shardings, strict=True)
-    ):
+    is_shared = not arguments.idle_axes and not function.repeats_work
+    for array_index, (array, role, sharding) in enumerate(arguments):
         # Keys, scalars and masks of a few elements cost nothing when they are whole.
         if role != BATCH or device_count == 1 or max(array.shape, default=0) < device_count:
             continue
@@ -59,7 +57,7 @@ def check_batch(facts: AuditFacts) -> Iterator[Finding]:
             message = f"no spec says how to split it, and the compiler chose {spec_text(sharding)}"
         else:
             continue
-        sizes = facts.sizes
+        sizes = function.sizes
         fitting = [name for name in sizes if sizes[name] > 1 and not array.shape[0] % sizes[name]]
         yield Finding(
             "warning",

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
 from shardrules.core.source import user_line
-from shardrules.programs.audits.checks.costs import cost_text, names_text, severity
-from shardrules.programs.audits.facts import AuditFacts
+from shardrules.programs.audits.arguments import AuditedArguments
+from shardrules.programs.audits.function import TracedFunction
+from shardrules.programs.audits.movement import names_text
+from shardrules.programs.audits.timing import Timing
 from shardrules.programs.compiled.flow import Value
 from shardrules.programs.compiled.text import Computation, Instruction
 from shardrules.programs.compiled.uses import is_elementwise
@@ -30,8 +32,7 @@ _BYTES_PER_VALUE = 8
 """Such an operation takes about as long as moving so many bytes through memory.
 
 A sine of float32 with its range reduction is some 30 instructions: on an H100, of 132 x 128 lanes at 1.7 GHz, 1e12 a
-second, while its memory moves 3.3e12 bytes; on a v5e, of 4 x 1024 lanes at 1.5 GHz, 0.2e12, and 0.8e12 bytes. With 16
-twice as many tables would be warnings, with 4 half as many."""
+second, while its memory moves 3.3e12 bytes; on a v5e, of 4 x 1024 lanes at 1.5 GHz, 0.2e12, and 0.8e12 bytes."""
 
 _MOVES = ("copy", "bitcast", "reshape", "transpose", "copy-start", "copy-done")
 _PURE = (
@@ -54,13 +55,10 @@ _DETAILS = ("slice", "direction", "padding", "window")
 """Attributes by which operations on equal operands give different results."""
 
 _LEARNED_EVALUATIONS = 4
-"""How often what is computed from a learned array is computed for one use: forward, again to recompute it, and for both
-gradients. With half as many, healthy programs that recompute would have findings; with twice as many, six layers that
-each compute a table of learned frequencies would have none."""
+"""The computations of a learned table for one use: forward, again to recompute it, and for both gradients."""
 
 _MAX_DEPTH = 100
-"""How many operations deep an expression may be. Tables of positions have 10 to 30, so that half as many would do; what
-is twice as deep is no table."""
+"""The operations that an expression may be deep, chosen by hand: tables of positions have 10 to 30."""
 
 _Key: TypeAlias = tuple[object, ...]
 
@@ -75,15 +73,15 @@ class _Evaluation:
     """In each run; more than the table has, where a kernel computes it again for everything that uses it."""
 
 
-def check_tables(facts: AuditFacts) -> Iterator[Finding]:
+def check_tables(arguments: AuditedArguments, function: TracedFunction, timing: Timing) -> Iterator[Finding]:
     """Expensive elementwise operations on positions and constants that give the same table several times."""
     # CPUs compute a table again for everything that they broadcast it to, and the figures of their sheet are nominal.
-    if facts.is_on_cpu:
+    if arguments.is_on_cpu:
         return
-    reader = _Expressions(facts)
+    program, reader = arguments.program, _Expressions(arguments)
     tables: dict[_Key, list[_Evaluation]] = {}
-    for computation, instruction in facts.program.walk():
-        runs = facts.program.times(computation.name).count
+    for computation, instruction in program.walk():
+        runs = program.times(computation.name).count
         if instruction.op in _EXPENSIVE and runs and instruction.types[0].size > 1:
             key = reader.key(Value(computation.name, instruction.name))
             if key is not None:
@@ -93,38 +91,38 @@ def check_tables(facts: AuditFacts) -> Iterator[Finding]:
     sources: dict[str, list[int]] = {}
     for key, evaluations in tables.items():
         indices = _arguments(key)
-        is_learned = facts.has_gradients and any(_is_learned(facts, index) for index in indices)
+        is_learned = function.has_gradients and any(_is_learned(arguments, index) for index in indices)
         is_repeated = max(each.runs for each in evaluations) > 1
         if is_repeated or len(evaluations) > (_LEARNED_EVALUATIONS if is_learned else 1):
             first = evaluations[0]
-            cause = facts.program.cause(first.computation, first.instruction)
-            line = user_line(facts.program.stack(cause))
+            cause = program.cause(first.computation, first.instruction)
+            line = user_line(program.stack(cause))
             lines.setdefault(line, []).append(evaluations)
             sources.setdefault(line, []).extend(indices)
     for line, group in lines.items():
-        yield _finding(facts, line, group, names_text(facts.arguments[index].path for index in sources[line]))
+        yield _finding(timing, line, group, names_text(arguments.arrays[index].path for index in sources[line]))
 
 
-def _is_learned(facts: AuditFacts, index: int) -> bool:
-    return facts.roles[index] == PARAMETERS and jnp.issubdtype(facts.arguments[index].dtype, jnp.floating)
+def _is_learned(arguments: AuditedArguments, index: int) -> bool:
+    return arguments.roles[index] == PARAMETERS and jnp.issubdtype(arguments.arrays[index].dtype, jnp.floating)
 
 
-def _finding(facts: AuditFacts, line: str, group: list[list[_Evaluation]], arguments: str) -> Finding:
+def _finding(timing: Timing, line: str, group: list[list[_Evaluation]], arguments: str) -> Finding:
     excess, runs, nbytes = 0, 0, 0
     for evaluations in group:
         total = sum(each.runs * each.elements for each in evaluations)
         excess += total - min(each.instruction.types[0].size for each in evaluations)
         runs = max(runs, sum(each.runs for each in evaluations))
         nbytes += evaluations[0].instruction.types[0].nbytes
-    seconds = excess * _BYTES_PER_VALUE / facts.hardware.memory_bytes_per_second
+    seconds = excess * _BYTES_PER_VALUE / timing.hardware.memory_bytes_per_second
     largest = max((each.instruction for evaluations in group for each in evaluations), key=lambda it: it.nbytes)
     names = ", ".join(dict.fromkeys(evaluations[0].instruction.op for evaluations in group))
     return Finding(
-        severity(facts, seconds),
+        timing.severity(seconds),
         "recomputed-table",
         f"{names}: a table {largest.types[0]} of positions and constants{f' and {arguments}' * bool(arguments)}, "
         f"{bytes_text(nbytes)}, is computed {runs} "
-        f"times in a step, {excess:.3g} elements more than once: {cost_text(facts, seconds)}",
+        f"times in a step, {excess:.3g} elements more than once: {timing.cost_text(seconds)}",
         remedy="Compute it once, before the layers (outside of scan and jax.checkpoint), and pass it to them through "
         "jax.lax.optimization_barrier, or compilers may move it back into the loop; or make it an argument of the step",
         source=line,
@@ -132,7 +130,7 @@ def _finding(facts: AuditFacts, line: str, group: list[list[_Evaluation]], argum
 
 
 def _expanded(computation: Computation, instruction: Instruction) -> int:
-    """For how many elements a kernel computes an operation: a fusion computes it for each that it is broadcast to."""
+    """The elements that a kernel computes an operation for: a fusion computes it for each that it is broadcast to."""
     largest, pending = instruction.types[0].size, [instruction]
     for each in pending:  # grows while iterated
         for user in computation.users.get(each.name, ()):
@@ -145,13 +143,13 @@ def _expanded(computation: Computation, instruction: Instruction) -> int:
 @final
 @attrs.frozen
 class _Expressions:
-    """What values are computed from. Equal keys are equal values; `None` is for what may differ from round to round."""
+    """The expressions behind values. Equal keys are equal values; `None` is for those that may differ by round."""
 
-    facts: AuditFacts
+    arguments: AuditedArguments
     _keys: dict[Value, _Key | None] = attrs.field(factory=dict, init=False)
 
     def key(self, value: Value, depth: int = 0) -> _Key | None:
-        """What a value is computed from, if only from positions and constants."""
+        """Returns the expression behind a value, if it is only of positions and constants."""
         if value not in self._keys:
             if depth > _MAX_DEPTH:
                 return None
@@ -160,7 +158,7 @@ class _Expressions:
         return self._keys[value]
 
     def _read(self, value: Value, depth: int) -> _Key | None:
-        program = self.facts.program
+        program = self.arguments.program
         instruction = program.instruction(value)
         source = program.flow.source(value)
         if source is not None:
@@ -189,11 +187,9 @@ class _Expressions:
 
     def _argument_key(self, value: Value, instruction: Instruction) -> _Key | None:
         """Positions and parameters are arguments as well; numbers of the batch are not what a table is made from."""
-        index = self.facts.argument_indices.get(instruction.op_name)
-        if value.computation != self.facts.program.entry or index is None:
-            return None
-        is_number = instruction.types[0].dtype[0] in "bf" and self.facts.roles[index] == BATCH
-        return None if is_number else ("argument", index)
+        index = self.arguments.index_of(value)
+        is_number = index is not None and self.arguments.roles[index] == BATCH and instruction.types[0].dtype[0] in "bf"
+        return None if is_number or index is None else ("argument", index)
 
 
 def _dims(instruction: Instruction) -> _Key:

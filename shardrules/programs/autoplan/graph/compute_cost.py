@@ -1,6 +1,6 @@
-"""What an operation takes on one device: computing, or reading and writing memory, whichever is longer.
+"""The time of an operation on one device: of computing, or of reading and writing memory, whichever is longer.
 
-The figures are those of an audit: the rates that hardware reaches for matmuls of a shape, here of the shapes of each
+The figures are an audit's: the rates that hardware reaches for matmuls of a shape, here of the shapes of each
 layout, for memory traffic, and the launch of a kernel.
 """
 
@@ -28,15 +28,11 @@ from shardrules.programs.costs.matmul import flops_seconds, matmul_seconds
 from shardrules.programs.costs.memory import host_seconds, traffic_seconds
 from shardrules.programs.machine.measured import ROW_BYTES
 
-_LOOP_KERNELS = 1
-"""The kernels of a round that the function does not write: one counts rounds, whose number is known. Loops of small
-rounds, as over time steps, would be too fast without it."""
-
 
 @final
 @attrs.define(eq=False)
 class ComputeCosts:
-    """What the operations of a program take. Equal matmuls in equal layouts are priced once."""
+    """The times of the operations of a program. Equal matmuls in equal layouts are priced once."""
 
     fusion: FusedProgram
     machine: Machine
@@ -60,7 +56,8 @@ class ComputeCosts:
         copied = copied + self._filter_copy_bytes(op_index, node, layouts, operand_homes)
         copied = copied + self._masked_copy_bytes(op_index, layouts, operand_homes)
         seconds = seconds + copied * traffic_seconds(1, hardware) + (copied > 0) * hardware.launch_seconds
-        loop_kernels = 0 if hardware.clock_hertz else _LOOP_KERNELS  # TPUs have a core for scalars
+        # A kernel of each round counts rounds, except on TPUs, which have a core for scalars.
+        loop_kernels = 0 if hardware.clock_hertz else 1
         seconds = seconds + self._host_seconds(op_index, node, layouts)
         # A kernel of a GPU reduces dims that are next to each other.
         kernels = max(1, reduced_runs(operation)) if self.machine.is_gpu and operation.role == "compute" else 1
@@ -79,7 +76,7 @@ class ComputeCosts:
         return float(self.seconds(op_index, 0, np.zeros((1, 0), np.int8), homes)[0][0])
 
     def _host_seconds(self, op_index: int, node: int, layouts: np.ndarray) -> np.ndarray:
-        """What sending to the host, or fetching from there, takes beside what is computed meanwhile."""
+        """The time of sending to the host, or fetching from there, beside the computing meanwhile."""
         move = host_move(self.fusion.program, op_index, self.machine.assumptions)
         if move is None:
             return np.zeros(len(layouts))
@@ -99,7 +96,7 @@ class ComputeCosts:
     def _traffic_seconds(
         self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
     ) -> np.ndarray:
-        """What reading and writing takes in each layout."""
+        """The time of reading and writing in each layout."""
         read, written = self._traffic_bytes(op_index, node, layouts, operand_homes)
         hardware = self.machine.hardware
         # A kernel that begins at another operation may read less than it writes there.
@@ -111,7 +108,7 @@ class ComputeCosts:
     def _gathered_bytes(
         self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
     ) -> np.ndarray:
-        """What a gather or a scatter reads and writes in short rows at any positions, in each layout."""
+        """The bytes that a gather or a scatter reads and writes in short rows anywhere, in each layout."""
         operation, arrays = self.fusion.program.operations[op_index], self.fusion.program.arrays
         operand_index = 0 if operation.name == "gather" else 2
         is_gather = operation.name == "gather" or operation.name.startswith("scatter")
@@ -134,7 +131,7 @@ class ComputeCosts:
     def _traffic_bytes(
         self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What a device reads, and what it writes, in each layout."""
+        """The bytes that a device reads, and the bytes that it writes, in each layout."""
         fusion, machine = self.fusion, self.machine
         operation = fusion.program.operations[op_index]
         copies = self._masked_copies(operation, layouts)
@@ -162,7 +159,7 @@ class ComputeCosts:
         return read, written
 
     def _masked_copies(self, operation: Operation, layouts: np.ndarray) -> dict[int, np.ndarray]:
-        """How many masked copies a device has of each operand of a ragged matmul, in each layout."""
+        """The number of masked copies that a device has of each operand of a ragged matmul, in each layout."""
         if operation.name != "ragged_dot_general" or self.machine.has_ragged_kernels:
             return {}
         factor = group_factor(operation)
@@ -174,7 +171,7 @@ class ComputeCosts:
     def _masked_copy_bytes(
         self, op_index: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
     ) -> np.ndarray:
-        """What a device reads and writes to make the masked copies of a ragged matmul, before it reads them."""
+        """The bytes that a device reads and writes to make the masked copies of a ragged matmul."""
         operation, arrays = self.fusion.program.operations[op_index], self.fusion.program.arrays
         moved = np.zeros(len(layouts))
         for operand_index, copies in self._masked_copies(operation, layouts).items():
@@ -199,7 +196,7 @@ class ComputeCosts:
     def _operand_copy_bytes(
         self, op_index: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
     ) -> np.ndarray:
-        """What a device reads and writes to copy operands into the order that a dot takes."""
+        """The bytes that a device reads and writes to copy operands into the order that a dot takes."""
         operation, arrays = self.fusion.program.operations[op_index], self.fusion.program.arrays
         if operation.name != "dot_general" or not self.machine.is_gpu or None in operation.operands:
             return np.zeros(len(layouts))
@@ -211,7 +208,8 @@ class ComputeCosts:
     def _filter_copy_bytes(
         self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
     ) -> np.ndarray:
-        """What a device reads and writes to copy a filter, or its gradient, into the order of cuDNN or from it."""
+        """The bytes that a device reads and writes to copy a filter, or its gradient, into the order of cuDNN or from
+        it."""
         program = self.fusion.program
         operation = program.operations[op_index]
         filter_index = copied_filter(program, operation) if self.machine.is_gpu else None
@@ -229,7 +227,7 @@ class ComputeCosts:
 
     @functools.cached_property
     def _updated_pieces(self) -> dict[int, int]:
-        """What is written where a loop takes its piece of a stack and updates it: nothing if the kernels that use the
+        """The bytes written when a loop takes its piece of a stack and updates it: none if the kernels that use the
         result read the piece and the update, and for a matmul the updated piece, and the piece as it was."""
         program, fusion = self.fusion.program, self.fusion
         written: dict[int, int] = {}
@@ -264,7 +262,7 @@ class ComputeCosts:
         )
 
     def _matmul_seconds(self, operation: Operation, layouts: np.ndarray, homes: Sequence[Home | None]) -> np.ndarray:
-        """What multiplying takes in each layout, at the rate of the shapes that a device has."""
+        """The time of multiplying in each layout, at the rate of the shapes that a device has."""
         shapes = [
             self.fusion.program.arrays[operand].shape for operand in operation.operands[:2] if operand is not None
         ]

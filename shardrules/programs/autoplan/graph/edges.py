@@ -18,18 +18,10 @@ from shardrules.programs.autoplan.traced.program import Operation, TracedProgram
 from shardrules.programs.autoplan.traced.waiting import Waiting
 from shardrules.programs.costs.memory import traffic_seconds
 
-_ALONE_DIVISOR = 128
-"""In a loop, and where something waits for what is computed from the batch, compilers combine collectives only below
-`combined_bytes` divided by this: 64 KiB by default.
-
-Few of these could wait for each other, so most pay their latency alone. A smaller divisor makes many small moves too
-cheap, such as those of the activations of one token.
-"""
-
 
 @final
 class _Timing(NamedTuple):
-    """What of an edge follows from when its array is moved."""
+    """The facts of an edge that follow from the time at which its array is moved."""
 
     exposed: float
     is_between: bool
@@ -123,7 +115,7 @@ class EdgeBuilder:
         self.group_counts[group] = self.group_counts.get(group, 0) + count
 
     def _copy_home(self, operands: Sequence[tuple[int, int]]) -> Home:
-        """Where the copy of an array is that some operations read; a node of its own if they have several."""
+        """The home of the copy of an array that some operations read; a node of its own if they have several."""
         ends = tuple(dict.fromkeys(self.operand_homes[operand] for operand in operands))
         if len(ends) == 1:
             return ends[0]
@@ -142,7 +134,7 @@ class EdgeBuilder:
         return Waiting.of(self.program)
 
     def _timing(self, op_indices: Sequence[int], array: int) -> _Timing:
-        """When an array is moved to some operations."""
+        """The timing of an array that is moved to some operations."""
         has_time = all(self._waiting.has_time(op_index, array) for op_index in op_indices)
         return _Timing(
             exposed=1.0 - self.machine.assumptions.hidden * has_time,
@@ -151,9 +143,9 @@ class EdgeBuilder:
         )
 
     def _is_alone(self, reads: Sequence[tuple[int, int]], array: int) -> bool:
-        """Whether operations wait for an array that is computed from the batch: they add it up, broadcast it or need a
-        dim of it whole. Most gradients and updates of parameters, which are moved many at once, are taken only by
-        elementwise operations."""
+        """Operations wait for an array that is computed from the batch: they add it up, broadcast it or need a dim of
+        it whole. Most gradients and updates of parameters, which are moved many at once, are taken only by elementwise
+        operations."""
         factors = [(self.program.operations[op_index].factors, operand) for op_index, operand in reads]
         is_waited_for = any(each.reduced or None in each.operands[operand] for each, operand in factors)
         return array in self._waiting.behind and is_waited_for
@@ -172,7 +164,7 @@ class EdgeBuilder:
         nbytes = self.program.arrays[array].nbytes
         is_alone = is_alone or timing.is_between or self.program.regions[region].run_count > 1
         read_bytes = self._reordered_bytes(array)
-        # Activations have the order of dims that matmuls leave; parameters and gradients that of their collectives.
+        # Activations have the order of dims that matmuls leave; parameters and gradients the order of collectives.
         broadcast_bytes = 0 if timing.is_between or read_bytes else self._broadcasts.larger_bytes(array)
         key = (start, end, nbytes, count, is_alone, timing, read_bytes, broadcast_bytes)
         if key not in self._indices_by_key:
@@ -186,16 +178,16 @@ class EdgeBuilder:
         return self._indices_by_key[key]
 
     def _relayout_seconds(self, edge: Edge, read_bytes: int) -> np.ndarray:
-        """What copies take where a collective along a dim other than the first wants that dim first in memory, and the
-        kernel that computes the array reads its operands in the same order."""
+        """The time of copies for a collective along a dim other than the first, which wants that dim first in memory,
+        if the kernel that computes the array reads its operands in the same order."""
         before, after = edge.from_layouts[:, None, :], edge.to_layouts[None, :, :]
         sends_inner = ((before > 0) & (before != after)).any(axis=2)
         copied = 2 * read_bytes / shard_counts(edge.from_layouts, self.machine)[:, None]
         return np.where(sends_inner, copied * traffic_seconds(1, self.machine.hardware), 0.0)
 
     def _reordering_seconds(self, edge: Edge, broadcast_bytes: int) -> np.ndarray:
-        """What it takes to copy what a matrix of parameters or gradients becomes, where a collective along its second
-        dim wants that dim first in memory. Matmuls take both orders, but arguments and results have one. What it is
+        """The time to copy what a matrix of parameters or gradients becomes, if a collective along its second dim wants
+        that dim first in memory. Matmuls take both orders, but arguments and results have one. An array that it is
         broadcast to, or added up from, is computed in the same order, and copied back once at least."""
         before, after = edge.from_layouts[:, None, :], edge.to_layouts[None, :, :]
         is_inner = ((before > 0) & (before != after)) | ((before == PARTIAL) & (after > 0))
@@ -221,6 +213,8 @@ class EdgeBuilder:
             first,
             last,
             self._moves[key],
-            self.machine.assumptions.combined_bytes // (_ALONE_DIVISOR if is_alone else 1),
+            # Few collectives in a loop, or that something waits for, can wait for each other: they are combined below
+            # 64 KiB by default, and most pay their latency alone, such as the moves of one token's activations.
+            self.machine.assumptions.combined_bytes // (128 if is_alone else 1),
             **timing._asdict(),
         )

@@ -13,7 +13,7 @@ from shardrules.programs.autoplan.traced.factors.table import Factors
 @final
 @attrs.frozen
 class Home:
-    """Where the layout of an array is decided: a node, and which of its dims each dim of the array is."""
+    """The place that decides the layout of an array: a node, and the node's dim for each dim of the array."""
 
     node: int
     dims: tuple[int | None, ...]  # None: never split

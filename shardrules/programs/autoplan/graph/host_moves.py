@@ -1,4 +1,4 @@
-"""What a function moves between devices and their hosts, and how long devices wait for it."""
+"""The moves of a function between devices and their hosts, and the time that devices wait for them."""
 
 from typing import final
 
@@ -10,8 +10,7 @@ from shardrules.programs.autoplan.traced.program import Operation, TracedProgram
 EXPOSED_ARGUMENTS = 0.9
 """The part of the time that a device waits for arguments from the host and results to it. They are moved around the
 update at the end of a step, which has little to hide them behind: of AdamW's state, moved a few arrays at a time,
-between 0.77 and 0.97 in steps compiled for H100s. With half of it, steps with state on the host are planned up to a
-third too short."""
+between 0.77 and 0.97 in steps compiled for H100s."""
 
 
 @final
@@ -25,12 +24,12 @@ class HostMove:
     nbytes: int
     """Of the whole array."""
     count: int
-    """How often it runs in a call."""
+    """The number of runs in a call."""
     to_host: bool
     exposed: float
     """The part of its time that the device waits."""
     is_lasting: bool
-    """Whether an argument is fetched, or a result sent, instead of what the function keeps in between."""
+    """An argument is fetched, or a result sent, instead of an array that the function keeps in between."""
 
 
 def host_move(program: TracedProgram, op_index: int, assumptions: Assumptions) -> HostMove | None:

@@ -85,14 +85,14 @@ def spec_of(layout: Sequence[int], ndim: int, machine: Machine) -> PartitionSpec
 @final
 @attrs.frozen(eq=False)
 class Moves:
-    """What changing each of some layouts to each of others takes, for an array of one byte: tables of start × end."""
+    """The cost of changing each of some layouts to each of others, for an array of one byte: tables of start × end."""
 
     seconds: np.ndarray  # for each byte of the whole array
     fixed: np.ndarray  # seconds however small the array is
     sent: np.ndarray
     """Bytes that a device sends for each byte of the whole array, by kind of collective first (`COLLECTIVE_KINDS`)."""
     allowed: np.ndarray
-    """Where a move is possible: no array becomes a part of a sum."""
+    """The possible moves: no array becomes a part of a sum."""
 
 
 def moves(start: np.ndarray, end: np.ndarray, machine: Machine) -> Moves:
@@ -170,7 +170,7 @@ def relayout_steps(start: Layout, end: Layout) -> list[Layout]:
 
 
 def _is_reduce_scatter(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Where all axes with partial sums are to split the same dim, and no other axis slices."""
+    """The pairs in which all axes with partial sums are to split the same dim, and no other axis slices."""
     summed = (start == PARTIAL) & (end != PARTIAL)
     target = np.where(summed, end, -1).max(axis=2, initial=-1)
     other_dims = (summed & (end != target[:, :, None])) | ((start == WHOLE) & (end >= 0))
@@ -207,7 +207,7 @@ def _permuted_axes(step: np.ndarray, before: np.ndarray, after: np.ndarray) -> n
 
 @final
 class _Bill:
-    """What the steps between all pairs of layouts cost together."""
+    """The summed cost of the steps between all pairs of layouts."""
 
     def __init__(self, machine: Machine, shape: tuple[int, int]) -> None:
         self.machine = machine
@@ -217,7 +217,7 @@ class _Bill:
         self.sent = np.zeros((len(COLLECTIVE_KINDS), *shape))
 
     def device_counts(self, axes: np.ndarray) -> np.ndarray:
-        """How many devices there are along the axes of each pair."""
+        """The number of devices along the axes of each pair."""
         return np.where(axes, self.sizes, 1.0).prod(axis=2)
 
     def add(self, kind: CollectiveKind, axes: np.ndarray, amount: np.ndarray) -> None:

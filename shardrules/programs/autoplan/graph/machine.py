@@ -1,4 +1,4 @@
-"""What communicating costs on a mesh, by the same model as in audits, and what compilers for its devices do."""
+"""The cost of communication on a mesh, by the same model as in audits, and the traits of its compilers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,19 +20,13 @@ COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 """All of them, in the order of the tables over them."""
 
 _PROBE_BYTES = 10**8
-"""The bytes of a collective whose time gives the seconds per byte. Tables of measured collectives are steeper below: a
-tenth as much makes large collectives dearer by a few per cent, ten times as much small ones cheaper."""
-
-_RING = 4
-"""From which length on a dim of a torus counts as a ring. Along three rings libtpu gathers and scatters by all-reduces
-of whole arrays: compiled for slices of 4x4x4 and 4x4x8 v5p, but not along 2x4x4 or two dims of a cube. With 2, plans
-for 2x2x2 split less than they should; with 8, steps that split everything over a cube are modelled 6 % too fast."""
+"""The bytes of a collective whose time gives the seconds per byte. Tables of measured collectives are steeper below."""
 
 
 @final
 @attrs.frozen
 class Assumptions:
-    """What the cost model assumes about compilers. What hardware reaches is in its sheet.
+    """The cost model's assumptions about compilers. The rates of hardware are in its sheet.
 
     **Arguments:**
 
@@ -59,7 +53,7 @@ class Assumptions:
 @final
 @attrs.frozen(eq=False)
 class Rates:
-    """What a collective costs over each group of axes, indexed by a bit mask of the axes."""
+    """The cost of a collective over each group of axes, indexed by a bit mask of the axes."""
 
     per_byte: np.ndarray  # seconds for each byte that a device sends
     fixed: np.ndarray  # seconds for a collective of any size
@@ -99,17 +93,16 @@ class Machine:
 
     @property
     def has_ragged_kernels(self) -> bool:
-        """Whether compilers for it have a kernel for ragged matmuls, as they have for TPUs, whose links are a torus."""
+        """Compilers for it have a kernel for ragged matmuls, as they have for TPUs, whose links are a torus."""
         return self.hardware.torus_dims > 0
 
     @property
     def is_gpu(self) -> bool:
-        """Whether its devices are GPUs."""
         return self.hardware.torus_dims == 0 and not self.hardware.is_cpu
 
     @property
     def puts_off(self) -> bool:
-        """Whether compilers for it put off what nothing waits for, as XLA does for GPUs."""
+        """Compilers for it put off computing that nothing waits for, as XLA does for GPUs."""
         return self.is_gpu
 
 
@@ -127,7 +120,7 @@ def hardware_of(mesh: AnyMesh) -> Hardware:
 
 
 def has_sheet(mesh: AnyMesh) -> bool:
-    """Whether there is a sheet for the devices of a mesh, so that `hardware_of` need not guess."""
+    """There is a sheet for the devices of a mesh, so that `hardware_of` need not guess."""
     return _sheet_name(mesh) is not None
 
 
@@ -192,28 +185,30 @@ def _first_group(mesh: Mesh, axes: tuple[str, ...], mask: int) -> list[int]:
 
 
 def _coords(mesh: Mesh, group: Sequence[int]) -> np.ndarray:
-    """Where the devices of a group are in the torus."""
+    """The positions of the devices of a group in the torus."""
     devices: Any = mesh.devices.ravel()
     return np.array([devices[position].coords for position in group])
 
 
 def _is_cube(mesh: AnyMesh, axes: tuple[str, ...], mask: int) -> bool:
-    """Whether a group has rings along three dims of a torus of TPUs."""
+    """A group has rings along three dims of a torus of TPUs."""
     if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "tpu":
         return False
     lengths = [len(np.unique(column)) for column in _coords(mesh, _first_group(mesh, axes, mask)).T]
-    return len(lengths) == 3 and min(lengths) >= _RING
+    # Along three rings libtpu gathers and scatters by all-reduces of whole arrays: compiled for slices of 4x4x4 and
+    # 4x4x8 v5p, but not along 2x4x4 or two dims of a cube.
+    return len(lengths) == 3 and min(lengths) >= 4
 
 
 def _host(device: Any) -> Any:
-    """What joins devices by links: a host of GPUs, a slice of TPUs."""
+    """The part of the machine that links join: a host of GPUs, a slice of TPUs."""
     if device.platform == "tpu":
         return getattr(device, "slice_index", 0)
     return device.process_index
 
 
 def _collective_rates(kind: CollectiveKind, groups: list[Group], cubes: list[bool], sheet: Hardware) -> Rates:
-    """What a collective costs over each group: the model of an audit, at two sizes."""
+    """The cost of a collective over each group: the model of an audit, at two sizes."""
     per_byte, fixed = np.zeros(len(groups)), np.zeros(len(groups))
     for mask, group in enumerate(groups):
         if group.size > 1:

@@ -1,14 +1,14 @@
-"""Which operands of dots and convolutions compilers for GPUs copy first, because of the order of their dims in memory.
+"""Operands of dots and convolutions that compilers for GPUs copy first, because of the order of their dims in memory.
 
 A kernel for matmuls takes matrices: the dims of the batch have to be next to each other in memory and in their order,
-and so have those that are summed over, and all others; those of the batch must not come last. An operand in another
-order is copied into that of batch, sums, others. Keys of attention, (batch, length, heads, size), are such an operand,
-as long as a device has several rows of the batch and several heads.
+and so have the dims that are summed over, and all others; the batch must not come last. An operand in another order is
+copied into the order of batch, sums, others. Keys of attention, (batch, length, heads, size), are such an operand, as
+long as a device has several rows of the batch and several heads.
 
-What a kernel computes element by element is written in the order that the dot takes, which costs nothing. A dot with a
-vector is no matmul: it is computed like a reduction, which reads any order.
+The elementwise result of a kernel is written in the order that the dot takes, which costs nothing. A dot with a vector
+is no matmul: it is computed like a reduction, which reads any order.
 
-cuDNN takes filters, and returns their gradients, with the features of the result first and those of the input last.
+cuDNN takes filters, and returns their gradients, with the features of the result first and the input's last.
 """
 
 import functools
@@ -23,11 +23,6 @@ from shardrules.programs.autoplan.traced.fusion import FusedProgram
 from shardrules.programs.autoplan.traced.kernels import IN_PLACE, is_matmul
 from shardrules.programs.autoplan.traced.program import Operation, TracedProgram
 
-_UPDATED_COPIES = 3
-"""How often an argument is copied that is updated in place and then read by a dot in another order: into that order, a
-second time to protect it from the update, and back: XLA compiles decoders so for H100s. With half as many, caches that
-are transposed look cheap beside those that are split by all heads; with twice as many, too dear."""
-
 
 @final
 @attrs.frozen(eq=False)
@@ -40,12 +35,13 @@ class DotOperand:
     summed: tuple[int, ...]
     others: tuple[int, ...]
     copy_count: int
-    """How often it is copied if it has to be."""
+    """The number of copies, if it has to be copied."""
     is_updated: bool
-    """Whether it is updated in place: compilers then count dims of one element, too."""
+    """It is updated in place: compilers then count dims of one element, too."""
 
     def is_copied(self, is_long: Sequence[bool]) -> bool:
-        """Whether it has to be copied, given which dims have more than one element on a device."""
+        """It has to be copied, given the dims that have more than one element on a device."""
+        # A dim of one element has no place in memory, so that it can be anywhere in the order.
         kept = [self.is_updated or long for long in is_long]
         groups = [[dim for dim in group if kept[dim]] for group in (self.batch, self.summed, self.others)]
         if _is_matrices([dim for dim in self.order if kept[dim]], groups):
@@ -55,7 +51,7 @@ class DotOperand:
 
 
 def _is_matrices(order: list[int], groups: list[list[int]]) -> bool:
-    """Whether each group is next to each other in memory, in its order, and the first, of the batch, not at the end."""
+    """Each group is next to each other in memory, in its order, and the first, of the batch, not at the end."""
     batch, *_ = groups
     present = [group for group in groups if group]
     if batch and len(present) > 1 and order[-1] in batch:
@@ -72,7 +68,8 @@ class OperandCopies:
     fusion: FusedProgram
 
     def nbytes(self, op_index: int, sizes: Sequence[np.ndarray]) -> np.ndarray:
-        """What a device reads and writes for copies, given for each operand its shape on a device in each layout."""
+        """The bytes that a device reads and writes for copies, given for each operand its shape on a device in each
+        layout."""
         operation, arrays = self.fusion.program.operations[op_index], self.fusion.program.arrays
         operands = self._operands.get(op_index, {})
         total = np.zeros(len(sizes[0]))
@@ -121,7 +118,9 @@ class OperandCopies:
         if operation.name in IN_PLACE:
             first = operation.operands[0]
             root = None if first is None else fusion.sources.get(first, first)
-            copy_count = _UPDATED_COPIES if root in program.arguments else 1
+            # An argument that is updated in place is copied into the dot's order, a second time to protect it from the
+            # update, and back: XLA compiles decoders so for H100s.
+            copy_count = 3 if root in program.arguments else 1
             return DotOperand(order, batch, summed, others, copy_count, is_updated=True)
         return DotOperand(order, batch, summed, others, 1, is_updated=False) if is_matmul(operation) else None
 

@@ -23,13 +23,6 @@ from shardrules.programs.autoplan.graph.region_cost import RegionCosts, RegionPr
 from shardrules.programs.autoplan.traced.fusion import FusedProgram
 from shardrules.programs.autoplan.traced.program import TracedProgram
 
-_SLICE_SECONDS = 1e-9
-"""What slicing costs: nothing on the wire, but of equal plans the one that changes no layout is better.
-
-A nanosecond is far below any collective (microseconds), so ten times more or less changes no other choice.
-"""
-
-
 _NOTHING = np.zeros((1, 1))
 """A table of no seconds, for any number of layouts."""
 
@@ -73,11 +66,11 @@ class Edge:
     is_between: bool = False  # the array comes from a matmul, and another waits for it
     is_gathered_again: bool = False  # the array is a parameter, brought to the backward pass alone
     relayout_seconds: np.ndarray = _NOTHING
-    """What copies take that a move makes the compiler insert before the array is computed: a table like `seconds`."""
+    """The time of copies that a move makes the compiler insert before the array is computed: a table like `seconds`."""
 
     @functools.cached_property
     def seconds(self) -> np.ndarray:
-        """What one move costs, from each of `from_layouts` to each of `to_layouts`; infinite where it is impossible."""
+        """The time of one move, from each of `from_layouts` to each of `to_layouts`; infinite for impossible ones."""
         moves = self.moves
         fixed_share = np.minimum(1.0, moves.sent.sum(axis=0) * self.nbytes / self.combined_bytes)
         # Compilers combine no exchanges.
@@ -85,7 +78,9 @@ class Edge:
         fixed_share[exchanged.any(axis=0)] = 1.0
         differs = (self.from_layouts[:, None, :] != self.to_layouts[None, :, :]).any(axis=2)
         sending = np.where(moves.allowed, moves.seconds, 0.0) * self.nbytes + moves.fixed * fixed_share
-        sending = sending + self.relayout_seconds + _SLICE_SECONDS * differs
+        # Slicing sends nothing, but of equal plans the one that changes no layout is better: a nanosecond is far below
+        # any collective.
+        sending = sending + self.relayout_seconds + 1e-9 * differs
         return np.where(moves.allowed, sending, np.inf)
 
 
@@ -95,16 +90,16 @@ class ChosenMove:
     """A move that a choice makes."""
 
     seconds: float
-    """How long links or networks are busy, each time."""
+    """The time that links or networks are busy, in each run."""
     exposed_seconds: float
     """The part of it that compilers do not hide behind computing."""
     count: float
     sent: np.ndarray
     """The bytes that a device sends each time, by kind of collective."""
     is_between: bool
-    """Whether it is between two matmuls."""
+    """It is between two matmuls."""
     is_gathered_again: bool
-    """Whether it brings a parameter to the backward pass alone."""
+    """It brings a parameter to the backward pass alone."""
 
 
 @final
@@ -124,7 +119,7 @@ class Problem:
     homes: dict[int, Home]
     """For each array with layouts to choose from."""
     operand_homes: dict[tuple[int, int], Home]
-    """What gives the layout in which an operation reads an operand."""
+    """The source of the layout in which an operation reads an operand."""
     produced_homes: dict[tuple[int, int], Home]
     """For results that change their layout right after the operation: what gives the layout before that."""
     edge_indices: dict[tuple[int, int], int]
@@ -151,7 +146,7 @@ class Problem:
         return tuple(map(int, self.nodes[node].layouts[choice[node]]))
 
     def region_price(self, op_index: int, choice: Sequence[int]) -> RegionPrice:
-        """What a call of a region takes."""
+        """The price of a call of a region."""
         node = self.region_nodes[op_index]
         alternative = self.nodes[node].alternatives[choice[node]]
         return self.region_costs.price(
@@ -159,7 +154,7 @@ class Problem:
         )
 
     def exchanges(self, choice: Sequence[int]) -> list["ChosenMove"]:
-        """What regions send by hand. `cost` counts it as their computing."""
+        """The exchanges that regions send by hand. `cost` counts them as their computing."""
         exchanges = []
         for op_index in self.region_nodes:
             price, count = self.region_price(op_index, choice), self.program.operations[op_index].run_count

@@ -1,4 +1,4 @@
-"""What a region takes in each layout: the program of one device, with what it sends by hand."""
+"""The time of a region in each layout: the program of one device, with its exchanges by hand."""
 
 import functools
 from collections.abc import Sequence
@@ -25,15 +25,15 @@ from shardrules.programs.regions.function import ShardFunction, kernel_flops
 @final
 @attrs.frozen(eq=False)
 class RegionPrice:
-    """What one call of a region takes on a device."""
+    """The price of one call of a region on a device."""
 
     alternative: int
-    """Which of the alternatives it is the price of."""
+    """The index of the alternative with this price."""
     name: str
     compute_seconds: float
     exchange_seconds: float
     program: ClosedJaxpr
-    """What the device runs."""
+    """The program that the device runs."""
     sent: tuple[float, ...]
     """The bytes that a device sends, by kind of collective (`COLLECTIVE_KINDS`)."""
 
@@ -88,7 +88,7 @@ class RegionCosts:
         return indices, alternatives
 
     def price(self, operation: Operation, layout: Sequence[int], alternative: int) -> RegionPrice:
-        """What one call takes in a layout that an alternative runs in."""
+        """The price of one call in a layout that an alternative runs in."""
         function: ShardFunction = operation.equation.params["function"].alternative(alternative)
         axes = shard_axes(operation, layout, self.machine)
         program = function.shard_program(axes, self._sizes, operation.equation.params["program"].in_avals)
@@ -98,14 +98,14 @@ class RegionCosts:
         return self._prices[key]
 
     def prices(self, operation: Operation, layout: Sequence[int]) -> list[RegionPrice]:
-        """What each alternative that is possible in a layout takes."""
+        """The prices of all alternatives that are possible in a layout."""
         function, avals = operation.equation.params["function"], operation.equation.params["program"].in_avals
         possible = function.candidates(shard_axes(operation, layout, self.machine), self._sizes, avals)
         return [self.price(operation, layout, alternative) for alternative in possible]
 
     def _is_allowed(self, operation: Operation, layout: Sequence[int]) -> bool:
-        """Whether shards are exchanged over the axes that they have to be, and dims that are split in two ways have
-        enough elements for both."""
+        """Shards are exchanged over all required axes, and dims that are split in two ways have enough elements for
+        both."""
         factors, over = operation.factors, operation.equation.params["function"].over
         required = [axis for axis in self.machine.axes if axis in (over or ())]
         if over is not None and [*shard_axes(operation, layout, self.machine).exchange] != required:
@@ -135,7 +135,7 @@ class RegionCosts:
         return seconds if function.cost is not None else max(seconds, self._program_seconds(program))
 
     def _kernel_seconds(self, function: ShardFunction, program: ClosedJaxpr) -> float:
-        """What computing takes by the FLOPs that the author, or a kernel, declares; 0 where nothing is declared."""
+        """The time of computing by the FLOPs that the author, or a kernel, declares; 0 without a declaration."""
         flops = kernel_flops(program) if function.cost is None else function.flops(program)
         if not flops:
             return 0.0
@@ -146,7 +146,7 @@ class RegionCosts:
         return max(flops_seconds(flops, dtype, "default", hardware), moved * traffic_seconds(1, hardware))
 
     def _program_seconds(self, program: ClosedJaxpr) -> float:
-        """What the operations of a program take on one device. Of branches the longest counts."""
+        """The time of a program's operations on one device. Of branches the longest counts."""
         traced = read_jaxpr(program)
         costs = ComputeCosts(FusedProgram.of(traced), self.device, {})
         seconds = [0.0] * len(traced.regions)
@@ -166,7 +166,8 @@ class RegionCosts:
 
 
 def _longest(traced: TracedProgram, seconds: list[float]) -> float:
-    """The seconds of a program of which only the longest branches run, given those of each of its parts by itself."""
+    """The seconds of a program that runs only its longest branches, given the seconds of each of its parts by
+    itself."""
     joins = {operation.equation_index for operation in traced.operations if operation.name == "cond"}
     condition_of = {
         operation.region: operation.equation_index

@@ -35,8 +35,8 @@ _OPEN = frozenset(("scan", "while", "cond", *INLINED))
 def without_branches(jaxpr: Jaxpr, has_derivatives: bool = True) -> Jaxpr:
     """Returns a program without the branches that compilers leave out or compute all of, at any depth.
 
-    Gradients of the program are those of its branches, also where an element of the branch that is not taken has none.
-    A program that is never differentiated needs none: `has_derivatives` is false.
+    Gradients of the program are its branches' gradients, also where an element of the branch that is not taken has
+    none. A program that is never differentiated needs none: `has_derivatives` is false.
 
     ```python
     from shardrules.programs.autoplan.run.branches import without_branches
@@ -74,7 +74,7 @@ def _steps(has_derivatives: bool, equation: Any) -> list[Any]:
 
 
 def _is_selected(equation: Any) -> bool:
-    """Whether XLA computes both branches and selects: they are cheap, and neither only passes on what it gets."""
+    """XLA computes both branches and selects: they are cheap, and neither only passes on its operands."""
     branches = equation.params["branches"]
     return (
         len(branches) == 2

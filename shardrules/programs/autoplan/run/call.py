@@ -20,6 +20,7 @@ from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.programs.autoplan.run.branches import without_branches
 from shardrules.programs.autoplan.run.expand import expanded
 from shardrules.programs.autoplan.run.fingerprint import fingerprint
+from shardrules.programs.autoplan.run.masks import with_masks_inside
 from shardrules.programs.compiling.arguments import argument_names
 from shardrules.programs.compiling.model_flops import without_dead_code
 
@@ -43,7 +44,7 @@ class Call:
     argument_indices: tuple[int, ...]
     """The index of the argument that each array is in."""
     on_host: tuple[bool, ...]
-    """Whether each array is in the memory of the host."""
+    """The arrays that are in the memory of the host."""
     returned: tuple[Any, ...]
     """The leaves that the function returns, with `None` for arrays."""
     treedef: Any
@@ -207,7 +208,7 @@ def _program(
             if refusal is None:
                 raise
             raise refusal from error
-        program = ClosedJaxpr(without_branches(expanded(traced.jaxpr)), traced.consts)
+        program = ClosedJaxpr(with_masks_inside(without_branches(expanded(traced.jaxpr))), traced.consts)
         return ClosedJaxpr(without_dead_code(program), traced.consts)
 
 
@@ -229,7 +230,7 @@ HOST_MEMORY = "pinned_host"
 
 
 def is_in_host_memory(leaf: Any) -> bool:
-    """Whether an array, or the sharding of a shape, is in the memory of the host."""
+    """An array, or the sharding of a shape, is in the memory of the host."""
     return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == HOST_MEMORY
 
 
@@ -239,7 +240,7 @@ def _host_type(array: jax.ShapeDtypeStruct) -> ShapedArray:
 
 
 _MIXED_MEMORIES = "memory_space of all inputs passed to"
-"""How JAX begins to say that an operation has operands in the memory of the host and in that of devices."""
+"""The beginning of JAX's error about an operation with operands in the memory of the host and in that of devices."""
 
 
 def _memory_error(paths: Sequence[str], on_host: Sequence[bool], name: str) -> PlanError:

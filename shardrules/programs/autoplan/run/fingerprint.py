@@ -1,4 +1,4 @@
-"""What tells traced programs apart: a string for each, and the first equation in which two differ."""
+"""The fingerprints of traced programs: a string for each, and the first equation in which two differ."""
 
 import enum
 import hashlib
@@ -55,7 +55,7 @@ def first_difference(program: ClosedJaxpr, other: ClosedJaxpr, *, with_values: b
 @final
 @attrs.frozen(eq=False)
 class _Line:
-    """What is in a fingerprint of one equation, or of what a program returns."""
+    """The part of a fingerprint for one equation, or for a program's results."""
 
     name: str
     operands: _Operands = attrs.field(factory=list)
@@ -80,7 +80,7 @@ class _Line:
         return f"{self.name}{results}" + (f" ({line})" if line else "")
 
     def change(self, other: "_Line") -> str:
-        """What another line has in the place of this one."""
+        """The text of another line in the place of this one."""
         if (self.name, self.shapes) != (other.name, other.shapes):
             return other.shown
         if self.params == other.params:
@@ -142,7 +142,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _are_equal(values: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether constants are the same."""
+    """Constants are the same."""
     return len(values) == len(others) and all(map(_is_equal, values, others))
 
 

@@ -36,7 +36,7 @@ def kernel_of_pieces(
 
 
 def _in_context(value: Any, context: Any) -> Any:
-    """Returns parameters whose programs, those of maps of blocks too, are in a context."""
+    """Returns parameters whose programs, with the maps of blocks, are in a context."""
     if isinstance(value, ClosedJaxpr | Jaxpr):
         program = open_jaxpr(value)
         changed = [each.replace(ctx=context, params=_in_context(each.params, context)) for each in program.eqns]
@@ -63,7 +63,7 @@ def _group_count(op: Any) -> int:
 
 
 def _tables(operands: Sequence[jax.Array], params: Any, index: Any, group_count: int) -> list[jax.Array]:
-    """Returns the number of tiles, and the tables, of a device's own rows: as long as those of all rows."""
+    """Returns the number of tiles, and the tables, of a device's own rows: as long as the tables of all rows."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
     starts, groups, tiles, first_group = operands[TABLES]

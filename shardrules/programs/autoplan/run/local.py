@@ -1,4 +1,4 @@
-"""What each device does with its own pieces (`jax.shard_map`), where XLA would gather the whole arrays instead."""
+"""The work of each device on its own pieces (`jax.shard_map`), where XLA would gather the whole arrays instead."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -21,7 +21,7 @@ from shardrules.programs.regions.function import ShardFunction
 @final
 @attrs.frozen
 class RegionRun:
-    """How a device runs a region."""
+    """The run of a region on a device."""
 
     alternative: int
     """The index of the alternative that runs; 0 where there are none."""
@@ -32,7 +32,7 @@ class RegionRun:
 @final
 @attrs.frozen
 class LocalSplit:
-    """How an operation is split over devices."""
+    """The split of an operation over devices."""
 
     operands: tuple[PartitionSpec, ...]
     results: tuple[PartitionSpec, ...]

@@ -44,7 +44,7 @@ def ragged_dot_of_pieces(
 
 
 def sizes_among(sizes: jax.Array, rows: int, index: Any) -> jax.Array:
-    """How many rows of each group are among the `rows` of a device."""
+    """The number of rows of each group among the `rows` of a device."""
     # The rows from `first` on are here: of each group those between its start and its end.
     first, ends = index * rows, lax.cumsum(sizes)
     sizes_here = lax.clamp(0, ends - first, rows) - lax.clamp(0, ends - sizes - first, rows)

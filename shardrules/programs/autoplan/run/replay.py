@@ -27,22 +27,15 @@ from shardrules.programs.autoplan.run.rewrite import chosen_layouts, with_layout
 from shardrules.programs.autoplan.traced.order import has_many_chains
 from shardrules.programs.autoplan.traced.program import is_on_host
 
-_XLA_MEMORY = 0.8
-"""The part of a GPU's memory that XLA schedules for."""
-
 _LIMIT_OPTION, _XLA_DEFAULT_PERCENT = "xla_gpu_memory_limit_slop_factor", 95
 """XLA's option that says how many per cent of that it fills, and its default."""
-
-_COARSE = 5
-"""Below how many hundredths the next one is too far off to say what is near the limit. Doubled, functions that take
-several gigabytes overlap less for a few per cent of memory."""
 
 _DISABLED_PASSES = "xla_disable_hlo_passes"
 
 _MOST_OF_LIMIT, _LEAST_OF_PEAK = 0.98, 0.95
-"""Parts of the memory limit and of the modelled peak that XLA is given. It overshoots what it is given by a per cent or
-two, so that with all of the limit functions would exceed it; with less than the peak it computes things twice, and may
-need more memory after all."""
+"""Parts of the memory limit and of the modelled peak that XLA is given. It overshoots its limit by a per cent or two,
+so that with all of the limit functions would exceed it; with less than the peak it computes arrays again, and may need
+more memory after all."""
 
 NEAR_RATIO = 0.9
 """The part of the limit from which a plan is near it. The model of memory may say up to a tenth less than the compiler
@@ -172,13 +165,13 @@ class PlannedFunction:
     def compiler_options(self, mesh: Mesh) -> dict[str, Any]:
         """Returns XLA options with the memory limit, for GPUs.
 
-        By default XLA fills what a GPU has, so as to overlap more. The option is a part, in whole per cent, of what
-        arguments and results leave. Of functions that need less than a few per cent of a GPU's memory, no such number
-        may lie between what the plan needs and the limit. If the plan is near the limit, XLA is then given nothing, so
-        that it saves memory wherever it can: with a little less than it needs, it may take more than without a limit.
-        It would also compute much twice to get there, which is turned off, unless `XLA_FLAGS` turns off other passes:
-        the option would replace that. Of functions with several chains of matmuls it would run all at once, which takes
-        more memory, so they get a number all the same.
+        By default XLA fills a GPU's memory, so as to overlap more. The option is a part, in whole per cent, of the
+        memory that arguments and results leave. Of functions that need less than a few per cent of a GPU's memory, no
+        such number may lie between what the plan needs and the limit. If the plan is near the limit, XLA is then given
+        nothing, so that it saves memory wherever it can: with a little less than it needs, it may take more than
+        without a limit. It would also compute much twice to get there, which is turned off, unless `XLA_FLAGS` turns
+        off other passes: the option would replace that. Of functions with several chains of matmuls it would run all at
+        once, which takes more memory, so they get a number all the same.
         """
         if mesh.devices.flat[0].platform != "gpu" or under_trace():
             return {}
@@ -197,7 +190,8 @@ class PlannedFunction:
         # Results in the memory of donated arguments take none of their own.
         fresh = [None if index in overwriting else array for index, array in enumerate(program.results)]
         result_bytes = total_bytes(fresh, self.result_specs)
-        available = _XLA_MEMORY * self.problem.machine.hardware.memory_bytes - argument_bytes - result_bytes
+        # XLA schedules for four fifths of a GPU's memory.
+        available = 0.8 * self.problem.machine.hardware.memory_bytes - argument_bytes - result_bytes
         if available <= 0:
             return {}
         unit = available / 100
@@ -206,7 +200,8 @@ class PlannedFunction:
         least = math.ceil(_LEAST_OF_PEAK * needed)
         is_near = NEAR_RATIO * self.memory_limit < self.peak_bytes <= self.memory_limit
         is_free = _DISABLED_PASSES not in os.environ.get("XLA_FLAGS", "")
-        if most < min(needed, _COARSE) and is_near and is_free and not has_many_chains(program):
+        # Below 5 hundredths, chosen by hand, the next one is too far off to say what is near the limit.
+        if most < min(needed, 5) and is_near and is_free and not has_many_chains(program):
             return {_LIMIT_OPTION: 0, _DISABLED_PASSES: "rematerialization"}
         percent = max(1, most, least)
         return {_LIMIT_OPTION: percent} if percent < _XLA_DEFAULT_PERCENT else {}
@@ -221,7 +216,7 @@ def _without_weak_type(array: Any) -> Any:
 
 
 def _is_in_other_memory(sharding: Sharding, target: NamedSharding, ndim: int) -> bool:
-    """Whether an array is where it was planned but for its memory, as after a load by a rule, which has no memories."""
+    """An array is where it was planned but for its memory, as after a load by a rule, which has no memories."""
     memory = target.memory_kind
     return memory is not None and sharding.with_memory_kind(memory).is_equivalent_to(target, ndim)
 

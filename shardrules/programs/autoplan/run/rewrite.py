@@ -40,7 +40,7 @@ class OperationLayouts:
     results: tuple[tuple[PartitionSpec, ...], ...]
     """For each result the layouts that it goes through; it keeps the last."""
     local: LocalSplit | None = None
-    """How the operation is split if each device is given its own."""
+    """The split of the operation if each device is given its own."""
     row_major_spec: PartitionSpec | None = None
     """The layout of its operand, if that has to keep the order of its dims in memory."""
 

@@ -79,7 +79,7 @@ class Formulation:
             self._add_group(group, count)
 
     def preferred(self, choice: Sequence[int]) -> float:
-        """What a choice costs beyond its time."""
+        """The cost of a choice beyond its time."""
         return sum(float(extra[layout_index]) for extra, layout_index in zip(self.preference, choice, strict=True))
 
     def _add_equations(self, entries: Entries, right: np.ndarray) -> None:

@@ -1,8 +1,8 @@
-"""What is in the memory of a device at every operation of a program, for any choice of layouts.
+"""The memory of a device at every operation of a program, for any choice of layouts.
 
-Arrays that are computed together with what takes them are never written, so they take no room; what they are computed
-from has to stay until then. Arrays that enter a loop stay until its end. Arguments stay throughout; results that are
-fed back as arguments are written over them, and so are updates in place.
+Arrays that are computed in the kernel that takes them are never written, so they take no room; the operands that they
+are computed from have to stay until then. Arrays that enter a loop stay until its end. Arguments stay throughout;
+results that are fed back as arguments are written over them, and so are updates in place.
 """
 
 import functools
@@ -22,20 +22,6 @@ from shardrules.programs.autoplan.traced.norms import FEW_COLUMNS
 from shardrules.programs.autoplan.traced.program import TracedProgram
 from shardrules.programs.autoplan.traced.ragged import expansions
 
-_PEAK_WINDOWS = 24
-"""Into how many parts a program is cut to look for operations at which memory is full. Each becomes a constraint: with
-twice as many, linear programs are larger, with half as many, more rounds are needed until all peaks are watched."""
-
-_LATE_LOOKUPS = 0.5
-"""In which part of loops over microbatches a loss is looked up in scores after their gradient is computed, where both
-are possible. Of a step that adds up gradients, compiled for H100s, the peak is 3 % too low with 0 and 6 % too high with
-1. Six programs without such a loop look it up before."""
-
-_TIGHT_GAPS = 0.3
-"""What is left of the gaps between intermediate results where XLA for GPUs has to keep a limit. Of six plans that were
-compiled so, two had none, two a third, one nearly all. With 0, half of such plans exceed their limit by one to three
-per cent; with 1, plans that fit are refused."""
-
 _Positions: TypeAlias = Sequence[int]
 """For each operation when it runs."""
 
@@ -49,24 +35,24 @@ class Stay:
     """An array that is in memory from one operation to another, both included."""
 
     home: Home
-    """What decides its layout."""
+    """The node that decides its layout."""
     nbytes: int
     """The bytes of the whole array."""
     first: int
     last: int
     is_lasting: bool = False
-    """Whether it is an argument."""
+    """It is an argument."""
     split_dims: tuple[int, ...] = ()
     """If there are any, it is only there where one of these dims is split."""
     whole_dims: tuple[int, ...] = ()
     """It is only there where none of these dims is split."""
     is_late: bool = False
-    """Whether it is only there if a loss is looked up late."""
+    """It is only there if a loss is looked up late."""
     columns: int = 0
     """If there are any, it is only there where a device has few of them, or many. See `FEW_COLUMNS`."""
     has_many: bool = False
     is_region: bool = False
-    """Whether it is what a region has in memory while it runs."""
+    """It is the memory of a region while it runs."""
 
 
 @final
@@ -83,23 +69,25 @@ class Copy:
     until: int
     """The last operation at which it may be needed, if others take the same copy."""
     is_fused: bool = False
-    """Whether it is read in the kernel that computes it: only what other devices send is in memory then."""
+    """It is read in the kernel that computes it: only the part that other devices send is in memory then."""
 
 
 @final
 @attrs.frozen(eq=False)
 class Occupancy:
-    """What is in memory when, for any choice."""
+    """The contents of memory over time, for any choice."""
 
     problem: Problem
     stays: tuple[Stay, ...]
     copies: tuple[Copy, ...]
     fixed_bytes: int
-    """What is there in any case: arguments without a layout to choose, and constants."""
+    """The bytes that are always there: arguments without a layout to choose, and constants."""
     temporaries: float
-    """How many times their bytes intermediate results take: `Assumptions.temporaries`, or less where limits bind."""
-    late_lookups: float = _LATE_LOOKUPS
-    """Which part counts of what is there only if a loss is looked up late."""
+    """The memory of intermediate results, over their bytes: `Assumptions.temporaries`, or less where limits bind."""
+    late_lookups: float = 0.5
+    """The part that counts of arrays that are only there if a loss in a loop over microbatches is looked up after its
+    gradient is computed, where both are possible. Of a step that adds up gradients, compiled for H100s, the peak is 3 %
+    too low with 0 and 6 % too high with 1. Six programs without such a loop look it up before."""
 
     @classmethod
     def of(cls, problem: Problem, positions: _Positions) -> "Occupancy":
@@ -126,7 +114,8 @@ class Occupancy:
 
         They leave smaller gaps, but run the program in the order that they have to: what may be there is there.
         """
-        return attrs.evolve(self, temporaries=1 + _TIGHT_GAPS * (self.temporaries - 1), late_lookups=1.0)
+        # Of six plans that XLA for GPUs compiled to a limit, two had no gaps, two a third of them, one nearly all.
+        return attrs.evolve(self, temporaries=1 + 0.3 * (self.temporaries - 1), late_lookups=1.0)
 
     def overhead(self, stay: Stay) -> float:
         """Returns how many times its bytes an array takes: temporaries overlap with what comes next."""
@@ -226,7 +215,9 @@ def peaks(timeline: np.ndarray, limit_bytes: float) -> list[int]:
     """Returns the operations at which memory is fullest: the fullest of all, and others above the limit that are higher
     than all around."""
     op_indices = [int(timeline.argmax())]
-    size = max(1, len(timeline) // _PEAK_WINDOWS)
+    # Each of 24 parts, chosen by hand, becomes a constraint: with more, linear programs are larger, with fewer, more
+    # rounds are needed until all peaks are watched.
+    size = max(1, len(timeline) // 24)
     for start in range(0, len(timeline), size):
         op_index = start + int(timeline[start : start + size].argmax())
         # The slope of a peak in the next window is not a peak: look as far to both sides.
@@ -496,7 +487,8 @@ def _stack_key(program: TracedProgram, array: int) -> tuple[Any, ...]:
 
 
 def _first_stacks(program: TracedProgram, spans: _Spans) -> dict[tuple[Any, ...], int]:
-    """Returns when stacked results are allocated: those of one shape by one kernel, before the first of their loops."""
+    """Returns the times at which stacked results are allocated: all of one shape by one kernel, before the first of
+    their loops."""
     firsts: dict[tuple[Any, ...], int] = {}
     for operation in program.operations:
         if operation.role == "leave":
@@ -530,6 +522,7 @@ def _updated(problem: Problem, overwritten: Mapping[int, int]) -> dict[int, int]
         if operation.role == "join" and operation.name != "cond" and (end := operation.operands[1]) is not None
     }
     updated: dict[int, int] = {}
+    # From the last value back to the memory: a chain that comes from anywhere else is written to memory of its own.
     for end, memory in (*overwritten.items(), *rounds.items()):
         array, updates = sources.get(end, end), list[int]()
         while array != memory and array in program.producers:
@@ -583,7 +576,7 @@ def _copies(
 
 
 def _is_sent(source: np.ndarray, target: np.ndarray) -> bool:
-    """Whether devices need more of an array than they have: it is not only split further."""
+    """Devices need more of an array than they have: it is not only split further."""
     return bool(((source >= 0) & (source != target)).any())
 
 

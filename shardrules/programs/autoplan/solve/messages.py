@@ -1,9 +1,9 @@
-"""What choices cost at least, and choices that cost nearly as little: message passing on the graph of a problem.
+"""The least cost of choices, and choices that cost nearly as little: message passing on the graph of a problem.
 
 The linear program over all layouts and moves has a dual, in which costs are moved between nodes and edges without
-changing the cost of any choice, so as to raise what each node and each edge costs at its cheapest. The sum of these
-minima is a bound, and no pass lowers it. Nodes are visited in the order of the program and back: each collects what its
-edges to earlier nodes cost, and gives it to its edges to later ones (sequential reweighted message passing, Kolmogorov
+changing the cost of any choice, so as to raise the least cost of each node and each edge. The sum of these minima is a
+bound, and no pass lowers it. Nodes are visited in the order of the program and back: each collects the costs of its
+edges to earlier nodes, and gives them to its edges to later ones (sequential reweighted message passing, Kolmogorov
 2015). No matrix is needed, and passes start from what the passes before them have found, at other prices, too.
 """
 
@@ -17,10 +17,6 @@ from shardrules.programs.autoplan.graph.home import project
 from shardrules.programs.autoplan.graph.problem import Edge, Problem
 from shardrules.programs.autoplan.solve.deadline import Deadline
 from shardrules.programs.autoplan.solve.formulation import MemoryConstraint
-
-_STEP_SWEEPS = 2
-"""The sweeps after some nodes are fixed. With one, more choices are worse than the bound; with four, narrowing takes
-twice the time."""
 
 
 @final
@@ -41,14 +37,15 @@ class _Link:
     end_firsts: np.ndarray
     end_codes: np.ndarray
     start_costs: np.ndarray
-    """What was moved here from the layouts of the start, by code; what was moved to it is negative."""
+    """The costs that were moved here from the layouts of the start, by code; costs that were moved to it are negative.
+    """
     end_costs: np.ndarray
     priced: np.ndarray
-    """What pairs cost, with their copies."""
+    """The costs of pairs, with their copies."""
     memory_cost: np.ndarray | None = None
-    """What copies cost at the prices of memory."""
+    """The costs of copies at the prices of memory."""
     copies: np.ndarray | None = None
-    """Where the array gets another layout."""
+    """The pairs in which the array gets another layout."""
 
     @classmethod
     def of(cls, start: int, start_codes: np.ndarray, end: int, end_codes: np.ndarray, cost: np.ndarray) -> "_Link":
@@ -61,21 +58,21 @@ class _Link:
         )
 
     def joint(self) -> np.ndarray:
-        """What each pair costs now."""
+        """The present cost of each pair."""
         cost = self.priced + self.start_costs[:, None]
         cost += self.end_costs
         return cost
 
     def least(self, axis: int) -> np.ndarray:
-        """What each code of the start costs at least now, with axis 1; each code of the end, with axis 0."""
+        """The least cost of each code of the start now, with axis 1; of each code of the end, with axis 0."""
         return np.minimum.reduce(self.joint(), axis)  # a third faster than `.min(axis)`, for arrays this small
 
     def beside_end(self, code: int) -> np.ndarray:
-        """What each code of the start costs beside one of the end."""
+        """The cost of each code of the start beside one of the end."""
         return self.priced[:, code] + self.start_costs + self.end_costs[code]
 
     def beside_start(self, code: int) -> np.ndarray:
-        """What each code of the end costs beside one of the start."""
+        """The cost of each code of the end beside one of the start."""
         return self.priced[code] + self.start_costs[code] + self.end_costs
 
     def set_costs(self, cost: np.ndarray, memory_cost: np.ndarray | None) -> None:
@@ -91,7 +88,7 @@ def _by_code(codes: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _copies(edge: Edge) -> np.ndarray:
-    """Whether an array gets another layout, from each layout to each."""
+    """The pairs of layouts in which an array gets another layout."""
     return (edge.from_layouts[:, None, :] != edge.to_layouts[None, :, :]).any(axis=2)
 
 
@@ -106,13 +103,13 @@ class _Bundle:
     cost: np.ndarray
     """From each layout to each target: what the links pay together."""
     shares: np.ndarray
-    """How many links have each target."""
+    """The number of links that have each target."""
 
 
 @final
 @attrs.frozen(eq=False)
 class MessageState:
-    """Where costs have been moved to."""
+    """The places that costs have been moved to."""
 
     unary: tuple[np.ndarray, ...]
     memory_unary: tuple[np.ndarray, ...]
@@ -223,11 +220,13 @@ class Messages:
                 unary[node] += sizes * price
             for edge_index, sizes in constraint.copy_bytes.items():
                 copies[edge_index] = copies.get(edge_index, 0.0) + sizes * price
+        # Edges with an end of one layout have no link: their copies are paid by the other end.
         for edge_index, sizes in copies.items():
             edge = self.problem.edges[edge_index]
             if edge_index not in self.edge_links and edge.start != edge.end:
                 node, costs = self._decided(edge_index, _copies(edge) * sizes[None, :])
                 unary[node] += costs
+        # Only differences to the old prices are added: messages that were passed at those stay valid.
         for node, costs in enumerate(unary):
             self.unary[node] = self.unary[node] + (costs - self.memory_unary[node])
         self.memory_unary = unary
@@ -291,7 +290,7 @@ class Messages:
             link.set_costs(cost, link.memory_cost)
 
     def bound(self) -> float:
-        """What every choice costs at least now, prices of memory included."""
+        """The least cost of every choice now, prices of memory included."""
         total = sum(float(unary.min()) for unary in self.unary)
         return total + sum(float(link.joint().min()) for link in self.links) - self.slack
 
@@ -329,7 +328,7 @@ class Messages:
                 self.unary[node] = self.unary[node] + np.where(
                     np.arange(len(self.unary[node])) == choice[node], 0.0, self.impossible
                 )
-            self.settle(_STEP_SWEEPS, deadline)
+            self.settle(2, deadline)  # chosen by hand
             if deadline.is_over:
                 break
         choice, _ = self._decoded()
@@ -337,7 +336,7 @@ class Messages:
         return choice
 
     def state(self) -> MessageState:
-        """Where costs have been moved to so far, to go back to."""
+        """The places that costs have been moved to so far, to go back to."""
         # Nothing is changed in place, so the arrays themselves are the state.
         links = tuple((link.cost, link.start_costs, link.end_costs, link.memory_cost) for link in self.links)
         return MessageState(tuple(self.unary), tuple(self.memory_unary), links)

@@ -1,9 +1,9 @@
-"""What experts would write: data, tensor, expert and sequence parallelism, ZeRO, and their products over mesh axes.
+"""The plans of experts: data, tensor, expert and sequence parallelism, ZeRO, and their products over mesh axes.
 
-A pattern says for each mesh axis which dims it may split. Dims are told apart by what the program does with them, not
-by names: dims that go together through the program are a family. The family that most FLOPs have is the batch, and of
-several that all FLOPs have, one that nothing fed back has; what does not have it is a weight, a gradient or a moment;
-and families that no weight has are rows. The rest is left to message passing, which is fast with so few layouts.
+A pattern says for each mesh axis which dims it may split. The program's operations tell dims apart, not names: dims
+that go together through the program are a family. The family that most FLOPs have is the batch, and of several that all
+FLOPs have, one that nothing fed back has; an array without it is a weight, a gradient or a moment; and families that no
+weight has are rows. The rest is left to message passing, which is fast with so few layouts.
 """
 
 import functools
@@ -19,12 +19,13 @@ from shardrules.programs.autoplan.graph.problem import Problem
 from shardrules.programs.autoplan.traced.waiting import Waiting
 
 Role: TypeAlias = Literal["rows", "expert", "sequence", "tensor"]
-"""What an axis splits beside weights: rows; rows and experts; rows but for the batch; dims of weights."""
+"""The dims that an axis splits beside weights: rows; rows and experts; rows but for the batch; dims of weights."""
 
 Stage: TypeAlias = Literal["whole", "moments", "all", "derived"]
-"""Which weights axes of rows split: none; those that no matmul takes (ZeRO-1 and 2); all (ZeRO-3, FSDP); all, and what
-is derived from them, such as the kernels that gradients of convolutions take. That is gathered then: derived from what
-was gathered before, it takes no collective, but weights have to stay gathered for it from the forward pass on."""
+"""The weights that axes of rows split: none; those that no matmul takes (ZeRO-1 and 2); all (ZeRO-3, FSDP); all, and
+the arrays derived from them, such as the kernels that gradients of convolutions take. These are gathered then: derived
+from weights that were gathered before, they take no collective, but weights have to stay gathered for them from the
+forward pass on."""
 
 _ROLE_NAMES: dict[Role, str] = {
     "rows": "data parallel",
@@ -51,7 +52,7 @@ class ExpertPattern:
     name: str
     keep: tuple[np.ndarray, ...]
     is_simple: bool
-    """Whether all axes split the batch: such patterns are weighed even when the time is up."""
+    """All axes split the batch: such patterns are weighed even when the time is up."""
 
 
 def patterns(problem: Problem) -> Iterator[ExpertPattern]:
@@ -80,7 +81,7 @@ def patterns(problem: Problem) -> Iterator[ExpertPattern]:
 @final
 @attrs.frozen(eq=False)
 class Families:
-    """Which dims of nodes go together, and what the program does with them."""
+    """The dims of nodes that go together, and their roles in the program."""
 
     problem: Problem
     roots: dict[_Dim, _Dim]
@@ -162,7 +163,7 @@ class Families:
     def _allowed(self, node: int, role: Role, stage: Stage) -> np.ndarray:
         """Returns whether an axis may split each dim of a node; the last two entries are for parts and whole dims."""
         families, layouts = self._node_families[node], self.problem.nodes[node].layouts
-        # Dims that nothing splits, such as those of the windows of convolutions, are in no family.
+        # Dims that nothing splits, such as the windows of convolutions, are in no family.
         has_rows = any(root not in self.weights and (layouts == dim).any() for dim, root in enumerate(families))
         allowed = np.ones(len(families) + 2, bool)
         for dim, root in enumerate(families):
@@ -199,8 +200,8 @@ def _batch(problem: Problem, roots: dict[_Dim, _Dim], waiting: Waiting) -> _Dim 
 
 
 def _derived(problem: Problem, waiting: Waiting, parameters: Collection[int]) -> Iterator[int]:
-    """Yields the nodes of matrices that matmuls need and that are computed from nothing but some parameters, of which
-    matmuls need each for something else, too."""
+    """Yields the nodes of matrices that matmuls need and that are computed from nothing but some parameters, each also
+    needed by matmuls for something else."""
     program = problem.program
     computed = {array for array in parameters if len(program.arrays[array].shape) > 1}
     needing = waiting.before.union(waiting.matmuls)
@@ -210,6 +211,7 @@ def _derived(problem: Problem, waiting: Waiting, parameters: Collection[int]) ->
         if not operands or not operands <= computed:
             continue
         computed.update(operation.results)
+        # Otherwise a parameter would be gathered for this alone.
         users = [{user for user, _ in program.users[operand]} for operand in operands]
         if all(len(needing.intersection(each)) > 1 for each in users):
             yield from (problem.homes[result].node for result in operation.results if result in problem.homes)

@@ -21,31 +21,22 @@ from shardrules.programs.autoplan.solve.solver import CLOSE
 from shardrules.programs.autoplan.solve.trials import Trial, Trials
 
 _ROUNDS = 16
-"""How many prices are tried. Searches that come within `CLOSE` end earlier. With half as many, gaps near full memory
-are larger; with twice as many, the last rounds gain next to nothing."""
+"""The prices that are tried. Searches that come within `CLOSE` end earlier."""
 
 _FREE_SWEEPS, _PRICED_SWEEPS = 100, 30
-"""How often messages are passed without prices, and in each round: most programs settle in 30 and 15. With fewer,
-bounds are lower; searches that settle end earlier."""
-
-_MIN_GAIN = 1e-5
-"""By what part the bound has to rise in `_SWEEPS` sweeps to go on. Ten times as large, some searches would end while it
-still rises."""
+"""The sweeps of messages without prices, and in each round: most programs settle in 30 and 15. With fewer, bounds are
+lower; searches that settle end earlier."""
 
 CLOSER = 1e-5
-"""By what part a choice may cost more than the bound at some prices to end their round: sweeps are cheap, and most
+"""The part by which a choice may cost more than the bound at some prices to end their round: sweeps are cheap, and most
 programs come that close. With `CLOSE`, plans would be worse by up to that."""
 
 _SWEEPS = 5
 """After how many sweeps a choice is read from the messages."""
 
-_STEPS = 8
-"""In how many steps nodes are fixed where the choices read from messages cost more than the bound. With half as many,
-more choices are worse; with twice as many, they take twice the time and are hardly better."""
-
 _RAISES, _RAISED_SWEEPS = 10, 10
-"""How often prices are raised or lowered by what exceeds the limit, and how often messages are passed each time. Twice
-as many of either take up to twice the time, for plans that are a few percent better at most."""
+"""The number of times that prices are raised or lowered by the excess over the limit, and the sweeps of messages each
+time. Chosen by hand."""
 
 _FIRST_RAISE, _STEEPER, _LOWER = 0.25, 2.0, 0.5
 """By how much the price rises at first where memory is fullest, if 1 makes memory as a whole cost as much as the
@@ -53,16 +44,7 @@ cheapest choice; by what it rises faster each time that nothing fits; and to wha
 larger steps, choices are smaller than they need be; with smaller ones, some limits are not reached."""
 
 APART = 0.01
-"""Gaps that are smaller count as closed where looking further takes seconds. With a tenth of it, most searches under
-limits would take seconds longer for less than models of costs can tell."""
-
-_FALL = 0.5
-"""To what part prices have to fall for messages to be passed from the state without prices again. With less, choices
-at low prices are as bad as those at high ones; with more, each round takes longer."""
-
-_STALE = 3
-"""After how many rounds the search for prices ends that bring nothing new: no choice, no operation to watch, no higher
-bound. Prices rise from round to round, so with one, small choices are missed; with twice as many, rounds are wasted."""
+"""Gaps that are smaller count as closed where looking further takes seconds: models of costs are further off."""
 
 _HIGHEST, _HIGHER = 1.0, 16.0
 """The highest price of all moments together: memory as a whole at so many times what the cheapest choice costs. If
@@ -77,18 +59,18 @@ what its memory costs."""
 @final
 @attrs.frozen(eq=False)
 class Budget:
-    """What is known about a budget of memory."""
+    """Bounds of a budget of memory."""
 
     bound: float = -np.inf
-    """What every choice that fits costs at least."""
+    """The least cost of every choice that fits."""
     price: float = 0.0
-    """What one more byte would save, in seconds."""
+    """The seconds that one more byte would save."""
     free_bound: float = -np.inf
-    """What every choice costs at least, whether it fits or not."""
+    """The least cost of every choice, whether it fits or not."""
     extra: tuple[np.ndarray, ...] = ()
     """For each node and layout how much above `bound` every choice is that takes it."""
     is_hopeless: bool = False
-    """Whether `bound` proves that nothing fits: no choice costs as much."""
+    """`bound` proves that nothing fits: no choice costs as much."""
 
 
 def within_budget(messages: Messages, trials: Trials, deadline: Deadline, moments: dict[int, None]) -> Budget:
@@ -118,11 +100,11 @@ class _Pricing:
     total: float = 0.0
     """The prices in force, added up."""
     is_certain: bool = True
-    """Whether memory counts what is there in any case, so that bounds hold, or all that may be there."""
+    """Memory counts only arrays that are always there, so that bounds hold, instead of all that may be there."""
 
     @functools.cached_property
     def highest_cost(self) -> float:
-        """What no choice exceeds: a bound above it proves that nothing fits."""
+        """A cost that no choice exceeds: a bound above it proves that nothing fits."""
         return self.messages.problem.highest_cost()
 
     def run(self) -> Budget:
@@ -150,7 +132,8 @@ class _Pricing:
                 break
             is_new = has_new or len(self.met) > count or self.budget.bound > bound * (1 + CLOSE)
             stale_rounds = 0 if is_new else stale_rounds + 1
-            if stale_rounds == _STALE:
+            # Prices rise from round to round: after one without news a small choice may still come.
+            if stale_rounds == 3:
                 break
             cheapest = min(trial.cost for trial in self.met)
             highest = height * max(cheapest, 1e-9) / max(trial.peak_bytes for trial in self.met)
@@ -220,7 +203,8 @@ class _Pricing:
         """Passes messages at some prices, until a choice is met that costs hardly more than the bound."""
         total = sum(prices.values())
         # Passes only ever raise bounds, and those at high prices end far from where those at low ones would.
-        if self.free_state is not None and total < _FALL * self.total:
+        # Where prices have fallen by half, choices read from messages at high prices are bad ones: it starts again.
+        if self.free_state is not None and total < 0.5 * self.total:
             self.messages.restore(self.free_state)
         self.total = total
         paid = self.messages.charge(list(self.constraints.values()), [prices[moment] for moment in self.constraints])
@@ -233,10 +217,10 @@ class _Pricing:
                 self.budget = Budget(bound, total, free_bound, self.messages.extra())
             if self._meet(self.messages.decoded(), prices, bound) or self.deadline.is_over:
                 return
-            if bound - before < _MIN_GAIN * abs(bound):
+            if bound - before < 1e-5 * abs(bound):  # the part that it has to rise in these sweeps, chosen by hand
                 break
             before = bound
-        self._meet(self.messages.narrowed(_STEPS, self.deadline), prices, bound)
+        self._meet(self.messages.narrowed(8, self.deadline), prices, bound)
 
     def _meet(self, choice: tuple[int, ...], prices: Mapping[int, float], bound: float) -> bool:
         """Adds a choice; returns whether it costs hardly more than the bound, prices included."""
@@ -248,7 +232,7 @@ class _Pricing:
         return trial.cost + self._charges(prices, choice) <= bound + CLOSER * abs(bound)
 
     def _charges(self, prices: Mapping[int, float], choice: Sequence[int]) -> float:
-        """What a choice pays for memory beyond what one that fits pays at most."""
+        """The price that a choice pays for memory beyond the most that one that fits pays."""
         problem = self.messages.problem
         return sum(
             price * (self.constraints[moment].used_bytes(problem, choice) - self.constraints[moment].limit_bytes)

@@ -1,9 +1,9 @@
-"""How much memory a function takes at least, whatever its layouts are and whatever the compiler does.
+"""The least memory of a function, for any layouts and any compiler.
 
-Nothing here is a model of a compiler. What counts is what no program for these arguments can do without: its arguments,
-which are there from the beginning to the end; results that no argument has the size of; and what a loop stacks or
-returns, which is there when the loop ends, together with the arguments that are read later. Everything counts at its
-finest split over the whole mesh, or as pinned.
+Nothing here is a model of a compiler. Only arrays count that no program for these arguments can do without: its
+arguments, which are there from the beginning to the end; results that no argument has the size of; and stacks and
+results of a loop, which are there when it ends, together with the arguments that are read later. Everything counts at
+its finest split over the whole mesh, or as pinned.
 """
 
 import functools
@@ -21,10 +21,6 @@ from shardrules.mesh.divisors import prime_factors
 from shardrules.programs.autoplan.traced.factors.table import is_elementwise
 from shardrules.programs.autoplan.traced.program import Operation, TracedProgram
 from shardrules.programs.machine.hardware import Hardware
-
-_LEAST_ROUNDS = 4
-"""Loops with fewer rounds do not count: a compiler may write them out, and then nothing has to be stacked. Doubled,
-bounds of models with few layers would be those of their arguments."""
 
 _CONVERSIONS = "convert_element_type broadcast_in_dim iota copy copy_p reshape squeeze transpose name device_put"
 _KEPT_OTHERWISE = frozenset(_CONVERSIONS.split())
@@ -45,13 +41,13 @@ class BoundArray:
 @final
 @attrs.frozen
 class MemoryBound:
-    """What every program for a function has in memory at one operation, at least."""
+    """The memory that every program for a function has in use at one operation, at least."""
 
     nbytes: int
     operation: str
-    """When that is, as the end of a sentence: `"at the end of the loop at model.py:12"`."""
+    """The moment, as the end of a sentence: `"at the end of the loop at model.py:12"`."""
     arrays: tuple[BoundArray, ...]
-    """What it counts, the largest first."""
+    """The arrays that it counts, the largest first."""
 
 
 AT_REST = "for its arguments and results"
@@ -134,7 +130,7 @@ class _Splits:
     counts: tuple[int, ...]
     """Into how many pieces some of the axes split an array together."""
     narrows: bool
-    """Whether the compiler may keep float32 as bfloat16, where nothing takes more of it. The one for TPUs does."""
+    """The compiler may keep float32 as bfloat16, if nothing takes more of it. The one for TPUs does."""
 
     @classmethod
     def of(cls, program: TracedProgram, sizes: Mapping[str, int], narrows: bool = False) -> "_Splits":
@@ -154,7 +150,7 @@ class _Splits:
         return self.whole_bytes(array) // _most_pieces(self.program.arrays[array].shape, self.sizes)
 
     def shares_memory(self, first: int, second: int) -> bool:
-        """Whether a piece of one array may be exactly as large as a piece of another."""
+        """A piece of one array may be exactly as large as a piece of another."""
         nbytes, other_nbytes = self.whole_bytes(first), self.whole_bytes(second)
         return any(nbytes * count == other_nbytes * other for count in self.counts for other in self.counts)
 
@@ -186,15 +182,16 @@ def _loops(program: TracedProgram) -> Iterator[int]:
     """Yields the regions that are loops of enough rounds."""
     for region in dict.fromkeys(operation.region for operation in program.operations if operation.role == "leave"):
         parent, run_count, unroll = program.regions[region]
-        if run_count >= _LEAST_ROUNDS * program.regions[parent].run_count * unroll:
+        # A compiler may write out loops of fewer rounds, and then nothing has to be stacked.
+        if run_count >= 4 * program.regions[parent].run_count * unroll:
             yield region
 
 
 def _leaving(program: TracedProgram, region: int, splits: _Splits) -> Iterator[BoundArray]:
-    """Yields what a loop stacks, of what it computes in each round and other operations read afterwards.
+    """Yields the arrays that a loop stacks: computed in each round, and read by other operations afterwards.
 
-    Compilers stack equal values once, and what autodiff keeps is full of them: `silu(h) * sigmoid(h)` computes the
-    sigmoid twice. So of the elementwise functions of one matmul only one counts, the largest.
+    Compilers stack equal values once, and autodiff keeps many of them: `silu(h) * sigmoid(h)` computes the sigmoid
+    twice. So of the elementwise functions of one matmul only one counts, the largest.
     """
     ends = {
         operation.results[0]: operation.operands[1]
@@ -232,7 +229,8 @@ def _leaving(program: TracedProgram, region: int, splits: _Splits) -> Iterator[B
 @final
 @attrs.frozen(eq=False)
 class _Sources:
-    """What arrays in a loop are elementwise functions of: results of matmuls and the like, what enters, goes round."""
+    """The sources of arrays in a loop, which are elementwise functions of them: results of matmuls and the like, values
+    that enter, values that go round."""
 
     program: TracedProgram
     loop: int
@@ -273,7 +271,7 @@ class _Sources:
 
 
 def _is_computed(program: TracedProgram, operation: Operation, loop: int) -> bool:
-    """Whether an operation computes something in each round of a loop that has to be kept as it is."""
+    """An operation computes an array in each round of a loop that has to be kept as it is."""
     region = operation.region
     while region > loop:
         region = program.regions[region].parent

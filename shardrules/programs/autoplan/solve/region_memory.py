@@ -1,4 +1,4 @@
-"""What regions have in memory while they run, beside their operands and results."""
+"""The memory of regions while they run, beside their operands and results."""
 
 import attrs
 from jax.extend.core import ClosedJaxpr

@@ -18,22 +18,13 @@ from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.autoplan.solve.formulation import MICRO, Formulation, MemoryConstraint, sparse
 
 CLOSE = 1e-3
-"""By what part a choice may cost more than the lower bound and end a search. What the cost model predicts is off by far
-more. With a tenth of it, searches near full memory go on for much longer, to gain nothing that is real."""
-
-_WHOLE = 1e-5
-"""A layout counts as taken from 1 less this. HiGHS's own tolerance is 1e-6 for each row, and a few add up."""
+"""The part by which a choice may cost more than the lower bound and end a search: the cost model is off by far more."""
 
 _GAP = 1e-6
 """At which gap a search without limits of memory stops. With limits it is `CLOSE`: gaps of knapsacks close slowly."""
 
-_WORK = 400_000
-"""How many variables the linear programs of a search have together. That takes seconds. Doubled, gaps near full memory
-are a little smaller."""
-
 LIMIT_TOLERANCE = 1e-6
-"""By what part a choice may exceed a limit: HiGHS satisfies constraints to 1e-7, in units of the largest array. With
-less, choices that fit would be searched for again; with a thousand times as much, real bytes would be missing."""
+"""The part by which a choice may exceed a limit: HiGHS satisfies constraints to 1e-7, in units of the largest array."""
 
 _INFEASIBLE = 2
 """The status of SciPy's `linprog` for a program without a solution."""
@@ -48,7 +39,7 @@ class Solution:
     """For each node the index of its layout; `None` if there is none."""
     cost: float
     bound: float
-    """What every choice costs at least, in seconds."""
+    """The least cost of every choice, in seconds."""
     prices: tuple[float, ...]
     """For each memory constraint what one more byte would save."""
 
@@ -56,9 +47,9 @@ class Solution:
 @final
 @attrs.define
 class Work:
-    """What is left for a search: how many variables its linear programs may still have together."""
+    """The budget of a search: the number of variables that its linear programs may still have together."""
 
-    left: int = _WORK
+    left: int = 400_000  # takes seconds; chosen by hand
 
 
 def solve(
@@ -124,13 +115,13 @@ def least_memory(
 @final
 @attrs.frozen(eq=False)
 class _Answer:
-    """What is known about a program, in its own units."""
+    """The bounds of a program, in its own units."""
 
     choice: tuple[int, ...] | None
     bound: float
-    """What all whole numbers cost at least."""
+    """The least value of all whole numbers."""
     prices: tuple[float, ...] = ()
-    """What each memory constraint is worth."""
+    """The value of each memory constraint."""
     is_infeasible: bool = False
 
 
@@ -316,7 +307,8 @@ def _bounded(formulation: Formulation, cost: np.ndarray) -> tuple[np.ndarray, np
 def _rounded(formulation: Formulation, x: np.ndarray) -> tuple[tuple[int, ...], int | None]:
     """Returns for each node the layout that it takes most of, and the node that takes it least wholly, if any."""
     choice: list[int] = []
-    open_node, least = None, 1 - _WHOLE
+    # HiGHS's own tolerance is 1e-6 for each row, and a few add up.
+    open_node, least = None, 1 - 1e-5
     for node_index in range(len(formulation.problem.nodes)):
         parts = x[formulation.offsets[node_index] : formulation.offsets[node_index + 1]]
         layout_index = int(np.argmax(parts))

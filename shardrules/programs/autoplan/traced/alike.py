@@ -1,4 +1,4 @@
-"""Which operations of a program are equal, as they are in layers that are repeated in the code.
+"""The equal operations of a program, as in layers that are repeated in the code.
 
 This is a Weisfeiler-Lehman refinement. Each operation starts with a color, here called its class: the code line, the
 primitive and the shapes. Each round then gives it a new class, from its own and its neighbours' classes.
@@ -14,13 +14,6 @@ import attrs
 
 from shardrules.core.source import equation_line
 from shardrules.programs.autoplan.traced.program import Operation, TracedProgram
-
-_ROUNDS = 3
-"""How far around an operation the program has to look the same, in operations.
-
-With more rounds more layers at both ends of a model are planned by themselves, which makes problems larger. With fewer,
-operations in the middle are tied to operations at the ends, where another layout may be better.
-"""
 
 _INDEX = re.compile(r"(?<![^/.\[\]])[0-9]+(?![^/.\[\]])")
 """A whole part of a path that is a number: equal arguments differ only in these."""
@@ -42,7 +35,9 @@ def op_classes(program: TracedProgram, paths: Sequence[str], tie: bool = True) -
     refinement = _Refinement(program)
     first_arguments = refinement.argument_classes(paths)
     operations, arguments = refinement.operation_classes(), first_arguments
-    for _ in range(_ROUNDS):
+    # The program has to look the same three operations around: with more rounds more layers at both ends of a model are
+    # planned by themselves, with fewer, operations in the middle are tied to the ends.
+    for _ in range(3):
         users = {
             array: tuple(sorted({(operations[op_index], operand_index) for op_index, operand_index in array_users}))
             for array, array_users in program.users.items()
@@ -57,7 +52,7 @@ def op_classes(program: TracedProgram, paths: Sequence[str], tie: bool = True) -
 
 
 def _rule(operation: Operation) -> str | None:
-    """What a region declares."""
+    """The declaration of a region."""
     return operation.equation.params["rule"] if operation.name == "region" and operation.equation is not None else None
 
 
@@ -80,7 +75,8 @@ class _Refinement:
         }
 
     def operation_classes(self) -> list[int]:
-        """What an operation is by itself. Its line of code tells apart what only happens to have equal shapes."""
+        """The classes of operations by themselves. Their lines of code tell apart operations that only happen to have
+        equal shapes."""
         arrays = self.program.arrays
         return [
             self.number(

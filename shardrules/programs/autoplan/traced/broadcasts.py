@@ -1,7 +1,7 @@
 """Arrays that are computed element by element from a smaller array, or added up to one.
 
-They share an order of dims in memory: where a compiler changes that of the smaller array, it may change that of the
-larger, and copy it back for whatever needs the old order.
+They share an order of dims in memory: a compiler that changes the smaller array's may change the larger's, and copy it
+back for whatever needs the old order.
 """
 
 import functools

@@ -36,7 +36,7 @@ class InlinedCall:
     """The name of the parameter that holds it."""
     jaxpr: ClosedJaxpr | Jaxpr
     operands: tuple[int, ...]
-    """Which operands of the equation it takes."""
+    """The operands of the equation that it takes, by index."""
 
     @classmethod
     def of(cls, equation: Any) -> Self | None:

@@ -44,7 +44,7 @@ def copied_parts(
 
 @final
 class _Copies:
-    """Whether an operation copies its first operand."""
+    """The operations that copy their first operand."""
 
     def __init__(self, program: TracedProgram, sources: Mapping[int, int], feedback: Mapping[int, int] | None) -> None:
         self.program = program
@@ -88,7 +88,7 @@ class _Copies:
         return array in self.fixed or is_read_inside or self._is_needed_after(array, op_index)
 
     def of_branches(self, op_index: int) -> float:
-        """How often arrays are copied in branches and after them, each counted as if it were taken."""
+        """The number of copies in branches and after them, each counted as if it were taken."""
         program, operation = self.program, self.program.operations[op_index]
         sources = [None if operand is None else self.source(operand) for operand in operation.operands]
         pairs = list(zip(operation.operands, sources, strict=True))
@@ -105,7 +105,7 @@ class _Copies:
         return self.program.regions[region].run_count
 
     def _is_needed_after(self, array: int, op_index: int) -> bool:
-        """Whether an operation that depends on this one reads an array, or the function returns it."""
+        """An operation that depends on this one reads an array, or the function returns it."""
         operations = self.program.operations
         later = [reader for reader in self.readers.get(array, ()) if reader > op_index]
         if any(operations[reader].role == "return" for reader in later):

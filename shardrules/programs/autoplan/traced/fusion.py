@@ -1,4 +1,4 @@
-"""Which operations a compiler fuses into one kernel, and so which arrays it writes to memory.
+"""The operations that a compiler fuses into one kernel, and so the arrays that it writes to memory.
 
 There are three kinds of kernels:
 
@@ -42,7 +42,7 @@ from shardrules.programs.autoplan.traced.program import Operation, TracedProgram
 @final
 @attrs.frozen(eq=False)
 class FusedProgram:
-    """What a compiler makes of a program."""
+    """The kernels that a compiler makes of a program."""
 
     program: TracedProgram
     written: frozenset[int]
@@ -50,8 +50,8 @@ class FusedProgram:
     sources: Mapping[int, int]
     """For each view the array in whose memory it is."""
     read_counts: Mapping[tuple[int, int], int]
-    """How many kernels read an operand, at `(op_index, operand_index)`. If several operations of a kernel read an
-    array, only the first of them counts it."""
+    """The number of kernels that read an operand, at `(op_index, operand_index)`. If several operations of a kernel
+    read an array, only the first of them counts it."""
     kernels: frozenset[int]
     """The operations at which a kernel ends."""
     widened: Mapping[int, int]
@@ -114,11 +114,11 @@ class FusedProgram:
         return attrs.evolve(self, written=self.written - self.shifted, shifted=frozenset())
 
     def writes(self, op_index: int, result: int) -> bool:
-        """Whether an operation writes a result to memory that it does not share with an operand."""
+        """An operation writes a result to memory that it does not share with an operand."""
         return result in self.written and not is_view(self.program.operations[op_index])
 
     def is_elementwise(self, op_index: int) -> bool:
-        """Whether a chain of elementwise operations ends at an operation."""
+        """A chain of elementwise operations ends at an operation."""
         operation = self.program.operations[op_index]
         return op_index in self.kernels and operation.role == "compute" and not ends_chain(operation)
 
@@ -144,7 +144,7 @@ class FusedProgram:
                     chain.append((producer, is_padded))
 
     def keeps_rows(self, op_index: int, array: int) -> bool:
-        """Whether the kernel of a chain reduces the rows of an array that it takes, to compute from both at once.
+        """The kernel of a chain reduces the rows of an array that it takes, to compute from both at once.
 
         Where elements of the rows are looked up or were updated, the reduction is a kernel of its own.
         """
@@ -193,7 +193,7 @@ class FusedProgram:
         return 0.0 if operand is None else self.copied[op_index] * self.nbytes(operand)
 
     def touches_part(self, op_index: int, operand_index: int) -> bool:
-        """Whether an operation reads, or overwrites, only some elements of an operand."""
+        """An operation reads, or overwrites, only some elements of an operand."""
         name = self.program.operations[op_index].name
         return operand_index == 0 and (name in IN_PLACE or name in PARTIAL_READS)
 
@@ -203,7 +203,7 @@ class FusedProgram:
 
 
 def _appends(operation: Operation) -> bool:
-    """Whether a pad only adds elements at the end of dims."""
+    """A pad only adds elements at the end of dims."""
     return all(low == between == 0 for low, _, between in operation.equation.params["padding_config"])
 
 
@@ -217,7 +217,7 @@ def _update(operation: Operation) -> int:
 
 
 def _updated_on_the_way(program: TracedProgram, array: int) -> bool:
-    """Whether an array is a piece that a loop reads, and only an update takes it: then it is not copied before."""
+    """An array is a piece that a loop reads, and only an update takes it: then it is not copied before."""
     producer, users = program.producers.get(array), program.users.get(array, ())
     if producer is None or len(users) != 1 or users[0][1] != 0:
         return False

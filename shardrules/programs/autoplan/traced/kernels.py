@@ -27,19 +27,13 @@ _PARTIAL_READS = "gather dynamic_slice slice split"
 _IN_PLACE = "scatter scatter-add scatter-mul scatter-min scatter-max dynamic_update_slice"
 """Primitives that write their result over their first operand, and only the elements that change."""
 
-_LONGEST_ROW = 16384
-"""How long the rows may be that one kernel reduces and then computes from, in elements. XLA for GPUs keeps rows of
-attention, of norms and of small vocabularies on chip, and reads longer ones again for each reduction: of losses that
-were compiled for H100s with 16,384 scores or less all were kept, with 20,000 none. With half of it, peaks of those with
-12,000 scores are up to a third too low; with twice as much, those of 20,000 up to a half too high."""
-
 WHOLE, ENDS, VIEWS, PARTIAL_READS, IN_PLACE = (
     frozenset(names.split()) for names in (_WHOLE, _ENDS, _VIEWS, _PARTIAL_READS, _IN_PLACE)
 )
 
 
 def is_view(operation: Operation) -> bool:
-    """Whether the results of an operation are its operands, in the same memory."""
+    """The results of an operation are its operands, in the same memory."""
     if operation.role in ("exit", "fixed", "return"):
         return True
     if operation.role == "enter":
@@ -52,8 +46,8 @@ def is_view(operation: Operation) -> bool:
 
 
 def _is_free_transpose(operation: Operation) -> bool:
-    """Whether a transpose only swaps two neighboring groups of dims, the last of all. That moves nothing: matmuls can
-    read and write matrices with either dim first."""
+    """A transpose only swaps two neighboring groups of dims, the last of all. That moves nothing: matmuls can read and
+    write matrices with either dim first."""
     if operation.name != "transpose":
         return False
     permutation = operation.equation.params["permutation"]
@@ -70,7 +64,7 @@ def view_pairs(operation: Operation) -> Iterator[tuple[int, int]]:
 
 
 def takes_whole(operation: Operation) -> bool:
-    """Whether the operands of an operation have to be in memory before it runs."""
+    """The operands of an operation have to be in memory before it runs."""
     if operation.role in ("join", "opaque"):
         return True
     is_whole = operation.name in WHOLE or changes_memory(operation)
@@ -78,8 +72,8 @@ def takes_whole(operation: Operation) -> bool:
 
 
 def is_matmul(operation: Operation) -> bool:
-    """Whether an operation is a kernel for matmuls or convolutions. Of a dot with a vector, or of one that adds nothing
-    up, compilers make elementwise operations and a reduction."""
+    """An operation is a kernel for matmuls or convolutions. Of a dot with a vector, or of one that adds nothing up,
+    compilers make elementwise operations and a reduction."""
     if operation.name != "dot_general":
         return bool(operation.flops)
     summed, batch = operation.equation.params["dimension_numbers"]
@@ -92,8 +86,8 @@ def is_matmul(operation: Operation) -> bool:
 
 
 def reduced_runs(operation: Operation) -> int:
-    """How many runs of neighboring dims an operation reduces. Dims of one element do not count: to reduce only these,
-    as gradients of a mean that keeps its dims do, computes nothing.
+    """The number of runs of neighboring dims that an operation reduces. Dims of one element do not count: to reduce
+    only these, as gradients of a mean that keeps its dims do, computes nothing.
 
     ```python
     from shardrules.programs.autoplan.traced.kernels import reduced_runs
@@ -114,12 +108,14 @@ def reduced_rows(operation: Operation) -> tuple[int, ...]:
     """The shape of what an operation reduces along its last dim; empty unless such rows are short enough for a chip."""
     if not operation.name.startswith("reduce_") or "axes" not in operation.equation.params:
         return ()
+    # XLA for GPUs keeps rows of attention, of norms and of small vocabularies on chip, and reads longer ones again for
+    # each reduction: of losses that were compiled for H100s with 16,384 scores or less all were kept, with 20,000 none.
     shape = operation.equation.invars[0].aval.shape
-    return shape if operation.equation.params["axes"] == (len(shape) - 1,) and shape[-1] <= _LONGEST_ROW else ()
+    return shape if operation.equation.params["axes"] == (len(shape) - 1,) and shape[-1] <= 16_384 else ()
 
 
 def ends_chain(operation: Operation) -> bool:
-    """Whether the results of an operation are written, whatever uses them."""
+    """The results of an operation are written, whatever uses them."""
     name = operation.name
     adds_up = name == "dot_general" and bool(operation.factors.reduced)
     reduces = adds_up or (name.startswith("reduce_") and name != "reduce_precision" and reduced_runs(operation) > 0)

@@ -1,4 +1,5 @@
-"""What compilers write for norms, losses and functions of activation, although other kernels could compute it again."""
+"""The arrays that compilers write for norms, losses and functions of activation, although other kernels could compute
+them again."""
 
 import itertools
 import math
@@ -19,14 +20,9 @@ from shardrules.programs.autoplan.traced.kernels import (
 from shardrules.programs.autoplan.traced.program import Operation, TracedProgram
 
 FEW_COLUMNS = 3000
-"""How many results a device may have of the first step of a reduction over dims that are not the last, such as those of
-a norm of groups, for its kernels to write what they compute: each kernel keeps 32 of them, and a GPU with fewer kernels
-than cores takes long to compute. Of programs that were compiled for H100s, all with 2,048 wrote it, none with 4,096
-did. Doubled, peaks of norms of large batches are up to a half too high; halved, those of a U-Net a tenth too low."""
-
-_OFTEN = 4
-"""How many kernels have to take a value for which one of them reduces several dims, so that it is written. With one
-more, most of what XLA for GPUs keeps of a U-Net is missing; with one less, it is too much."""
+"""The most results of the first step of a reduction over dims that are not the last, such as a norm of groups, for
+whose kernels a device writes their operand: each kernel keeps 32 of them, and a GPU with fewer kernels than cores takes
+long to compute. Of programs that were compiled for H100s, all with 2,048 wrote it, none with 4,096 did."""
 
 _COSTLY = "exp exp2 log log1p expm1 tanh logistic erf erf_inv erfc pow sin cos tan atan2"
 
@@ -40,18 +36,18 @@ time, but the series does. Of 22 functions of activation that were compiled for 
 and neither exponentials nor logistic functions."""
 
 _NARROW = 2
-"""With twice as many, activations in float32 count that are computed again; with half, none."""
+"""The most bytes of an element of activations that are kept for a norm: XLA for GPUs computes float32 again."""
 
 
 def with_norms(program: TracedProgram, written: frozenset[int]) -> tuple[frozenset[int], dict[int, int]]:
-    """Adds what compilers keep for a norm over several dims, such as that of a group of channels, and its gradient.
+    """Adds the arrays that compilers keep for a norm over several dims, such as a group of channels, and its gradient.
 
-    A reduction over several dims with the last among them is a kernel of its own, unlike that of a row. What it and
-    several other kernels take, some of which compute much from it, is written once instead of being computed by each.
-    The last result has for each such array the columns that decide whether it is: see `FEW_COLUMNS`.
-    Rows less their maximum, as in the logarithm of a softmax, are written by the kernel that finds the maximum as soon
-    as two others take them, and so is what takes long to compute from narrow arrays. Rows that are divided by their sum
-    are written before a sum over more than rows.
+    A reduction over several dims with the last among them is a kernel of its own, unlike a reduction of rows. An array
+    that it and several other kernels take, some to compute much from it, is written once instead of being computed by
+    each. The last result has for each such array the columns that decide whether it is: see `FEW_COLUMNS`. Rows less
+    their maximum, as in the logarithm of a softmax, are written by the kernel that finds the maximum as soon as two
+    others take them, and so is what takes long to compute from narrow arrays. Rows that are divided by their sum are
+    written before a sum over more than rows.
     """
     kept, normalised = {*written, *summed_rows(program, written)}, dict[int, int]()
     shifted, widths = shifted_rows(program), _read_widths(program, written)
@@ -91,9 +87,10 @@ def with_norms(program: TracedProgram, written: frozenset[int]) -> tuple[frozens
 
 
 def _is_normalised(program: TracedProgram, operation: Operation, kernels: frozenset[int]) -> bool:
-    """Whether many kernels take the result of an operation, and one of them reduces several dims."""
+    """Many kernels take the result of an operation, and one of them reduces several dims."""
+    # Fitted to U-Nets that XLA for GPUs compiled: four kernels, and no values in float32, which it computes again.
     return (
-        len(kernels) >= _OFTEN
+        len(kernels) >= 4
         and sum(len(program.users.get(result, ())) for result in operation.results) > 1
         and _computes_as_much(program, operation)
         and all(program.arrays[result].dtype.itemsize <= _NARROW for result in operation.results)
@@ -104,11 +101,11 @@ def _is_normalised(program: TracedProgram, operation: Operation, kernels: frozen
 @final
 @attrs.frozen(eq=False)
 class NormGradients:
-    """What XLA for GPUs writes for gradients of norms over several dims.
+    """The arrays that XLA for GPUs writes for gradients of norms over several dims.
 
-    A sum over several dims of what is computed from two large arrays or more is not computed in the kernel that adds
-    up: the products are written first, all that share a factor by one kernel. It is so up to twice as many columns as
-    for anything else: with 4,096, not with 8,192.
+    A sum over several dims of values from two large arrays or more is not computed in the kernel that adds up: the
+    products are written first, all that share a factor by one kernel. It is so up to twice as many columns as for
+    anything else: with 4,096, not with 8,192.
     """
 
     products: Mapping[int, int]
@@ -156,7 +153,7 @@ def _added_up(program: TracedProgram, operation: Operation) -> int | None:
 
 
 def _centered_width(program: TracedProgram, array: int) -> int:
-    """How many times its bytes the input of a norm takes that is kept in float32."""
+    """The bytes that the input of a norm takes if it is kept in float32, over its own."""
     width = max(1, 4 // program.arrays[array].dtype.itemsize)
     # A matmul that takes it has a gradient that takes it again.
     matmuls = [user for user, _ in program.users.get(array, ()) if is_matmul(program.operations[user])]
@@ -164,7 +161,7 @@ def _centered_width(program: TracedProgram, array: int) -> int:
 
 
 def _columns(operation: Operation) -> int:
-    """How many results the first step has of a reduction over several dims: that over all but the last of them. 0 for
+    """The number of results of the first step of a reduction over several dims: over all but the last of them. 0 for
     reductions of rows, for those with results of the first dims alone, and for all other operations."""
     axes = operation.equation.params.get("axes", ()) if operation.name.startswith("reduce_") else ()
     if not axes or 0 in axes:
@@ -207,13 +204,13 @@ def _read_widths(program: TracedProgram, written: frozenset[int]) -> dict[int, i
 
 
 def is_updated(program: TracedProgram, array: int) -> bool:
-    """Whether an update in place returns an array: compilers fuse nothing with it that keeps rows on chip."""
+    """An update in place returns an array: compilers fuse nothing with it that keeps rows on chip."""
     producer = program.producers.get(array)
     return producer is not None and program.operations[producer].name in IN_PLACE
 
 
 def is_looked_up(program: TracedProgram, array: int) -> bool:
-    """Whether single elements of an array, or of what is computed from it element by element, are looked up."""
+    """Single elements of an array, or of its elementwise functions, are looked up."""
     shape, chain, visited = program.arrays[array].shape, [array], set[int]()
     while chain:
         link = chain.pop()
@@ -228,7 +225,7 @@ def is_looked_up(program: TracedProgram, array: int) -> bool:
 
 
 def shifted_rows(program: TracedProgram) -> dict[int, None]:
-    """The rows less their maximum of which a loss looks up elements, where a kernel keeps such rows on chip."""
+    """The rows less their maximum that a loss looks elements up in, if a kernel keeps such rows on chip."""
     shifted: dict[int, None] = {}
     for operation in program.operations:
         if operation.name != "sub" or None in operation.operands:
@@ -249,8 +246,8 @@ def shifted_rows(program: TracedProgram) -> dict[int, None]:
 
 
 def summed_rows(program: TracedProgram, written: frozenset[int]) -> dict[int, None]:
-    """What a kernel that keeps rows on chip computes from them and from their reductions, such as the logarithm of a
-    softmax, for a sum that is not one of rows: as in the mean of a loss, which adds up all rows at once."""
+    """The arrays that a kernel with rows on chip computes from them and from their reductions, such as the logarithm of
+    a softmax, for a sum over more than rows: as in the mean of a loss, which adds up all rows at once."""
     summed: dict[int, None] = {}
     needed: set[int | None] = {*program.scalars}
     for operation in reversed(program.operations):
@@ -276,7 +273,7 @@ def summed_rows(program: TracedProgram, written: frozenset[int]) -> dict[int, No
 
 
 def _sums_more_than_rows(program: TracedProgram, operation: Operation) -> bool:
-    """Whether an operation adds up the last dim and others, or rows of which the next operation adds up the sums."""
+    """An operation adds up the last dim and others, or rows whose sums the next operation adds up."""
     if operation.name != "reduce_sum":
         return False
     ndim, axes = len(operation.equation.invars[0].aval.shape), operation.equation.params["axes"]
@@ -292,7 +289,7 @@ def _sums_more_than_rows(program: TracedProgram, operation: Operation) -> bool:
 
 
 def _is_from_rows(program: TracedProgram, array: int | None, shape: tuple[int, ...]) -> bool:
-    """Whether an array broadcasts what is reduced from short rows of some shape."""
+    """An array broadcasts reductions of short rows of some shape."""
     chain, visited = [array], dict[int | None, None]()
     while chain:
         link = chain.pop()
@@ -310,14 +307,14 @@ def _is_from_rows(program: TracedProgram, array: int | None, shape: tuple[int, .
 
 
 def _computes_as_much(program: TracedProgram, operation: Operation) -> bool:
-    """Whether an operation computes no more elements than it takes: repeating a small array is never written."""
+    """An operation computes no more elements than it takes: repeating a small array is never written."""
     elements = [math.prod(program.arrays[operand].shape) for operand in operation.operands if operand is not None]
     results = [math.prod(program.arrays[result].shape) for result in operation.results]
     return operation.role == "compute" and max(elements, default=0) >= max(results, default=1)
 
 
 def _reduces_several_dims(program: TracedProgram, op_index: int) -> bool:
-    """Whether an operation reduces several dims of an array with the last among them."""
+    """An operation reduces several dims of an array with the last among them."""
     operation = program.operations[op_index]
     operand = operation.operands[0] if operation.operands else None
     if operand is None or not operation.name.startswith("reduce_") or "axes" not in operation.equation.params:

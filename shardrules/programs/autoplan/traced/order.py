@@ -40,7 +40,7 @@ def late_order(program: TracedProgram) -> tuple[int, ...]:
 
 
 def late_matmul_count(program: TracedProgram) -> int:
-    """How many matmuls are needed only at the end of the program, or of the round of a loop that they are in."""
+    """The number of matmuls that are needed only at the end of the program, or of their round of a loop."""
     order = _Order(program)
     count = 0
     for loop in (0, *order.loops):
@@ -51,7 +51,7 @@ def late_matmul_count(program: TracedProgram) -> int:
 
 
 def has_many_chains(program: TracedProgram) -> bool:
-    """Whether chains of matmuls, such as the gradients of two towers, end before others begin that do not need them."""
+    """Chains of matmuls, such as the gradients of two towers, end before others begin that do not need them."""
     items = _Items.of(_Order(program), 0)
     _, late = items.put_off()
     return bool(items.breaks([item for item in items.matmuls if item not in late]))
@@ -78,7 +78,7 @@ class _Order:
         return region
 
     def of_region(self, loop: int) -> list[int]:
-        """The operations of a loop, with those of the loops inside of it, in order."""
+        """The operations of a loop and of the loops inside of it, in order."""
         items = _Items.of(self, loop)
         last, late = items.put_off()
         chains = items.chains([item for item in items.matmuls if item not in late])
@@ -89,8 +89,8 @@ class _Order:
 @final
 @attrs.frozen(eq=False)
 class _Items:
-    """What is ordered in one loop. An item is an operation, or a whole inner loop; its index is that of its first
-    operation."""
+    """The items to be ordered in one loop. An item is an operation, or a whole inner loop; its index is its first
+    operation's."""
 
     order: _Order
     loop: int
@@ -239,7 +239,7 @@ class _Items:
         return list(placed)
 
     def is_movable(self, item: int) -> bool:
-        """Whether an item is an operation that computes or returns, and not a matmul."""
+        """An item is an operation that computes or returns, and not a matmul."""
         operation = self.order.program.operations[item]
         return item not in self.inner_loops and operation.role in ("compute", "fixed", "return") and not operation.flops
 

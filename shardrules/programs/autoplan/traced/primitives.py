@@ -1,4 +1,4 @@
-"""What the planner knows of each primitive of JAX: the table in the documentation is made from this."""
+"""The planner's knowledge of each primitive of JAX: the table in the documentation is made from this."""
 
 import inspect
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from shardrules.programs.autoplan.traced.calls import INLINED
 from shardrules.programs.autoplan.traced.factors.table import RULES, is_whole
 
 Handling: TypeAlias = Literal["rule", "whole", "call", "loop", "as written", "unknown"]
-"""How a primitive is planned: by the rule of its dims; with whole operands and results; by what it calls; round by
+"""The planning of a primitive: by the rule of its dims; with whole operands and results; by what it calls; round by
 round; as the user wrote it; or not at all, which the plan says (`unknown-operation`)."""
 
 _CALL = "What it calls is read as if it stood there."

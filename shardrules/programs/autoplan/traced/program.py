@@ -27,9 +27,9 @@ from shardrules.programs.jaxprs.walk import CHECKPOINTS, scan_counts
 from shardrules.programs.regions.function import pallas_flops
 
 Role: TypeAlias = Literal["compute", "enter", "join", "exit", "leave", "fixed", "opaque", "return"]
-"""What an operation is: an equation (`compute`), a constraint of the user (`fixed`), a `shard_map` (`opaque`) or a
-result of the function (`return`). Around loops: what enters; what goes round, and the results of branches (`join`);
-what comes out at the end (`exit`); what is stacked, one piece per round (`leave`)."""
+"""The role of an operation: an equation (`compute`), a constraint of the user (`fixed`), a `shard_map` (`opaque`) or a
+result of the function (`return`). Around loops: arrays that enter; arrays that go round, and the results of branches
+(`join`); arrays that come out at the end (`exit`); arrays that are stacked, one piece per round (`leave`)."""
 
 Users: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
 """For each array the operations that read it, and as which operand: `(op_index, operand_index)`."""
@@ -56,7 +56,7 @@ class TracedArray:
 
     @property
     def device_bytes(self) -> int:
-        """What it takes of the memory of devices."""
+        """The bytes that it takes of the memory of devices."""
         return 0 if self.on_host else self.nbytes
 
 
@@ -75,18 +75,19 @@ class Operation:
     run_count: int
     region: int
     read_counts: tuple[int, ...]
-    """How often each operand is brought to where the operation needs it: what enters a loop, once."""
+    """The number of times that each operand is brought to where the operation needs it: for arrays that enter a loop,
+    once."""
     flops: int = 0  # of its matmuls and convolutions, on whole arrays
     dtype: Any = None  # of what these multiply
     spec: Any = None
     """For a constraint its spec; for what is opaque, the specs of the operands and of the results."""
     equation: Any = None
     lacks_rule: bool = False
-    """Whether it is whole because no rule covers its primitive, or this form of it."""
+    """It is whole because no rule covers its primitive, or this form of it."""
 
     @property
     def is_nest(self) -> bool:
-        """Whether what is chosen are splits of its loops, and each result gets a layout of its own after it."""
+        """Splits of its loops are chosen, and each result gets a layout of its own after it."""
         return len(self.results) != 1 or bool(self.factors.reduced) or self.name == "region"
 
 
@@ -478,12 +479,12 @@ _UNFINISHED = Operation("join", "join", -1, 0, (), (), Factors((), (), ()), 1, 0
 
 
 def is_on_host(aval: Any) -> bool:
-    """Whether an array is in the memory of a host, where `jax.device_put` moved it."""
+    """An array is in the memory of a host, where `jax.device_put` moved it."""
     return getattr(getattr(aval, "memory_space", None), "name", "") == "Host"
 
 
 def changes_memory(operation: Operation) -> bool:
-    """Whether an operation sends an array to the host or fetches it from there."""
+    """An operation sends an array to the host or fetches it from there."""
     if operation.name != "device_put":
         return False
     sides = (operation.equation.invars, operation.equation.outvars)

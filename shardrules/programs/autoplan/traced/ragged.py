@@ -1,4 +1,4 @@
-"""What ragged matmuls (`jax.lax.ragged_dot`) cost where the compiler has no kernel for them.
+"""The cost of ragged matmuls (`jax.lax.ragged_dot`) for a compiler that has no kernel for them.
 
 XLA for TPUs has such a kernel. XLA for GPUs and CPUs runs a dense matmul instead: it copies the rows once for each
 group, sets the rows of other groups in that copy to zero, and multiplies all copies. With n groups, that takes n times
@@ -28,7 +28,7 @@ class Expansion:
 
 
 def group_count(operation: Operation) -> int:
-    """How many times larger a compiler makes an operation: 1 if it is not a ragged matmul."""
+    """The factor by which a compiler makes an operation larger: 1 if it is not a ragged matmul."""
     if operation.name != "ragged_dot_general":
         return 1
     return operation.equation.invars[2].aval.shape[-1]
@@ -71,7 +71,7 @@ def expansions(program: TracedProgram) -> tuple[Expansion, ...]:
 
 
 def sums_rows(operation: Operation) -> bool:
-    """Whether a ragged matmul sums over its rows, which gives a result for each group."""
+    """A ragged matmul sums over its rows, which gives a result for each group."""
     numbers = operation.equation.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
     return any(dim in contracted for dim in numbers.lhs_ragged_dimensions)

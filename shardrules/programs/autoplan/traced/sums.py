@@ -44,7 +44,7 @@ class PartialSums:
         return sums
 
     def is_only_added(self, array: int) -> bool:
-        """Whether an array is a sum that is only added to other sums."""
+        """An array is a sum that is only added to other sums."""
         if array not in self.sums:
             return False
         if array in self.loop_sums:
@@ -62,7 +62,7 @@ class PartialSums:
         return user.name in _ADDING or (user.name in _LINEAR and self.is_only_added(user.results[0]))
 
     def may_add_parts(self, op_index: int) -> bool:
-        """Whether an operation may work on the parts of sums."""
+        """An operation may work on the parts of sums."""
         operation = self.program.operations[op_index]
         if operation.role == "join":
             return operation.results[0] in self.loop_sums
@@ -107,7 +107,7 @@ class PartialSums:
         return inside[0] if addend in self.sums else None
 
     def _is_zero(self, array: int) -> bool:
-        """Whether an array is broadcast from a zero."""
+        """An array is broadcast from a zero."""
         producer = self.program.producers.get(array)
         equation = None if producer is None else self.program.operations[producer].equation
         if equation is None or equation.primitive.name != "broadcast_in_dim":

@@ -1,9 +1,9 @@
-"""Which arrays a compiler can send to other devices while matmuls run, so that sending takes no extra time.
+"""The arrays that a compiler can send to other devices while matmuls run, so that sending takes no extra time.
 
 - A parameter: it can be gathered while earlier matmuls run.
 - A gradient of a parameter: it can be summed over devices while later matmuls run.
 - An array between two matmuls, computed from one and needed by the other: neither of the two can run meanwhile. Other
-  matmuls can, if no matmul needs their results, such as those of gradients of parameters.
+  matmuls can, if no matmul needs their results, such as the matmuls of parameters' gradients.
 """
 
 import functools
@@ -23,7 +23,7 @@ results of matmuls: they are not parameters, so they cannot be sent early."""
 @final
 @attrs.frozen(eq=False)
 class Waiting:
-    """Which arrays and operations come before and after matmuls."""
+    """The arrays and operations before and after matmuls."""
 
     behind: frozenset[int]
     """The arrays that are computed from the result of a matmul."""
@@ -68,13 +68,13 @@ class Waiting:
         return cls(frozenset(behind), frozenset(before), matmuls, sources, first_uses)
 
     def is_between(self, op_index: int, array: int) -> bool:
-        """Whether an array that an operation takes or returns is computed from a matmul and needed by another."""
+        """An array that an operation takes or returns is computed from a matmul and needed by another."""
         return array in self.behind and op_index in self.before
 
     def is_gathered_again(self, op_indices: Sequence[int], array: int) -> bool:
-        """Whether operations that matmuls need read a parameter anew after its first use.
+        """Operations that matmuls need read a parameter anew after its first use.
 
-        The backward pass does so with what the forward pass has not kept.
+        The backward pass does so with parameters that the forward pass has not kept.
         """
         if array in self.behind:
             return False
@@ -84,7 +84,7 @@ class Waiting:
         )
 
     def has_time(self, op_index: int, array: int) -> bool:
-        """Whether compilers can send an array that an operation takes or returns while matmuls run."""
+        """Compilers can send an array that an operation takes or returns while matmuls run."""
         if len(self.matmuls) < 2:
             return False
         if array not in self.behind:  # a parameter, on its way to a matmul that is not the first
@@ -95,7 +95,7 @@ class Waiting:
 
     @functools.cached_property
     def _has_others(self) -> bool:
-        """Whether there are several matmuls that no other needs."""
+        """There are several matmuls that no other needs."""
         return sum(matmul not in self.before for matmul in self.matmuls) > 1
 
 

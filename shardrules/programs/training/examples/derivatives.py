@@ -16,9 +16,10 @@ from shardrules.programs.training.keep.rules import has_rule
 
 
 def pulled_back(equation: Any, *, with_results: bool = False) -> ClosedJaxpr:
-    """Returns the program from the operands of an equation and cotangents of its results to those of its operands.
+    """Returns the program from the operands of an equation and the cotangents of its results to the cotangents of its
+    operands.
 
-    Only floating-point arrays have cotangents, and of those not what a rule closes over. `with_results`, the results
+    Only floating-point arrays have cotangents, except for arrays that a rule closes over. `with_results`, the results
     that have some are returned first, as the rule of a derivative computes them.
     """
     operands = [var for var in equation.invars if not isinstance(var, Literal)]
@@ -35,6 +36,7 @@ def pulled_back(equation: Any, *, with_results: bool = False) -> ClosedJaxpr:
             outputs = zip(equation.outvars, evaluated(equation, arguments), strict=True)
             return [value for var, value in outputs if _has_cotangent(var)]
 
+        # All other operands, such as integers, are constants of the derivative.
         computed, pull_back = jax.vjp(function, *(values[index] for index in moved))
         moved_back = pull_back(list(cotangents))
         return (computed, moved_back) if with_results else moved_back
@@ -58,7 +60,7 @@ def cotangent_facts(equation: Any, operands: Sequence[Fact], results: Sequence[F
 
 
 def wrong_cotangent(equation: Any, operands: Sequence[Fact], outputs: Sequence[Fact]) -> str:
-    """Why what a derivative returns is not of single examples, or a sum over them; empty where all of it is."""
+    """The reason why the results of a derivative are not of single examples, or a sum over them; empty if all are."""
     facts = [fact for var, fact in zip(equation.invars, operands, strict=True) if not isinstance(var, Literal)]
     for fact, cotangent in zip((facts[index] for index in _moved(equation)), outputs, strict=True):
         if cotangent.form == "refused":
@@ -71,7 +73,7 @@ def wrong_cotangent(equation: Any, operands: Sequence[Fact], outputs: Sequence[F
 
 
 def _moved(equation: Any) -> list[int]:
-    """Which operands have cotangents, by index among those that are no constants."""
+    """The operands that have cotangents, by index among the operands that are not constants."""
     closed_over = equation.params["num_consts"] if has_rule(equation) else 0
     variables = [position for position, var in enumerate(equation.invars) if not isinstance(var, Literal)]
     return [

@@ -17,14 +17,14 @@ Derivative: TypeAlias = Callable[[Any], ClosedJaxpr | None] | None
 functions compute is compared."""
 
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
-"""What names of functions with derivatives of their own begin with."""
+"""The beginning of the names of functions with derivatives of their own."""
 
 _POLICY_DEPTH = 4
-"""How many policies of `jax.checkpoint` may be made of each other to be compared."""
+"""The most policies of `jax.checkpoint` that may be made of each other to be compared."""
 
 
 def equal_params(equation: Any, other: Any, derivative: Derivative = None) -> bool:
-    """Whether equations have equal parameters, and the same derivatives.
+    """Equations have equal parameters, and the same derivatives.
 
     ```python
     from shardrules.programs.training.examples.equality import equal_params
@@ -53,7 +53,7 @@ def equal_params(equation: Any, other: Any, derivative: Derivative = None) -> bo
 
 
 def equal_values(value: Any, other: Any, derivative: Derivative = None) -> bool:
-    """Whether parameters are equal; programs are if all of their equations are."""
+    """Parameters are equal; programs are if all of their equations are."""
     if value is other:
         return True
     if type(value) is not type(other) or isinstance(value, Tracer):
@@ -87,7 +87,7 @@ def literal_value(literal: Any) -> Any:
 
 
 def _equal_policies(policy: Any, other: Any, depth: int = _POLICY_DEPTH) -> bool:
-    """Whether one function makes both policies of equal values."""
+    """One function makes both policies of equal values."""
     code = getattr(policy, "__code__", None)
     if policy is other or code is None:
         return equal_values(policy, other)
@@ -101,7 +101,7 @@ def _equal_policies(policy: Any, other: Any, depth: int = _POLICY_DEPTH) -> bool
 
 
 def _values_of(function: Any) -> list[Any]:
-    """What a function closes over and has as defaults."""
+    """The values that a function closes over and has as defaults."""
     values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # a cell is empty until its variable is set
@@ -129,6 +129,7 @@ def _equal_programs(program: Jaxpr, other: Jaxpr, derivative: Derivative) -> boo
         return False
     if len(program.outvars) != len(other.outvars) or len(program.constvars) != len(other.constvars):
         return False
+    # Variables are equal if they are bound at the same place: each is numbered as it appears.
     add((*program.constvars, *program.invars), (*other.constvars, *other.invars))
     for equation, another in zip(program.eqns, other.eqns, strict=True):
         is_same = equation.primitive is another.primitive and len(equation.invars) == len(another.invars)

@@ -1,11 +1,11 @@
-"""What is known of each array of a loss: whether it has examples, and what it needs of the batch.
+"""The facts of each array of a loss: its examples, and its needs of the batch.
 
 The forms of an array:
 
-- `shared`: it is the same for all parts of the batch. Either no example reaches it, or what does is not trained, so
-  that it can be computed for the whole batch before.
+- `shared`: it is the same for all parts of the batch. Either no example reaches it, or only through arrays that are
+  not trained, so that it can be computed for the whole batch before.
 - `examples`: along one dim each example has its own piece, in order. The array of a part is a slice of the whole.
-- `sum`: a sum over the examples. The sum over the batch is the sum of those of its parts.
+- `sum`: a sum over the examples. The sum over the batch is the sum of its parts' sums.
 - `result`: computed from such sums, once for the batch.
 - `refused`: computed from several examples at once in another way.
 """
@@ -30,40 +30,40 @@ EACH_ROUND = None
 @final
 @attrs.frozen
 class Fact:
-    """What is known of an array."""
+    """The facts of an array."""
 
     form: Form
     dim: int | None = EACH_ROUND
     """Of the examples."""
     is_trained: bool = False
-    """Whether it depends on trainable arrays."""
+    """It depends on trainable arrays."""
     from_batch: bool = False
-    """Whether an example reaches it."""
+    """An example reaches it."""
     is_whole: bool = False
-    """Whether the program of the whole batch can compute it: for what is shared, and for some that has examples."""
+    """The program of the whole batch can compute it: for shared arrays, and for some that have examples."""
     is_own: bool = False
-    """Whether the equation of the part computes what the part has; else it is a slice of the whole."""
+    """The equation of the part computes the part's array; else it is a slice of the whole."""
     is_misfit: bool = False
-    """Whether it depends on the number of examples in several dims, so that no slice of it belongs to a part."""
+    """It depends on the number of examples in several dims, so that no slice of it belongs to a part."""
     is_zero: bool = False
     is_false: bool = False
     index_columns: tuple[int, ...] = ()
     """In which columns of the last dim each example has its own position in the batch; (-1,) for all."""
     index_size: int = 0
-    """How many positions these are: as many as there are examples, or pieces of all examples one after another."""
+    """The number of these positions: one for each example, or for each piece of all examples one after another."""
     reason: str = ""
-    """Why it is refused."""
+    """The reason why it is refused."""
     pieces: int = 0
-    """How many pieces of several examples a batch has, where it is refused or misfits because runs tear them apart."""
+    """The pieces of several examples that a batch has, if it is refused or misfits because runs tear them apart."""
 
     @property
     def is_part_only(self) -> bool:
-        """Whether only a part of the batch can compute it."""
+        """Only a part of the batch can compute it."""
         return self.form == "examples" and not self.is_whole
 
     @property
     def index(self) -> bool:
-        """Whether all of it is the position of the example in the batch."""
+        """All of it is the position of the example in the batch."""
         return self.index_columns == (-1,)
 
 
@@ -125,7 +125,7 @@ def inside(fact: Fact) -> Fact:
 
 
 def joined(first: Fact, second: Fact, what: str, equation: Any) -> Fact:
-    """What is known of an array that is either of two: what goes round a loop, or the result of a branch."""
+    """The facts of an array that is either of two: a value that goes round a loop, or the result of a branch."""
     for fact in (first, second):
         if fact.form == "refused":
             return fact
@@ -134,6 +134,7 @@ def joined(first: Fact, second: Fact, what: str, equation: Any) -> Fact:
         "from_batch": first.from_batch or second.from_batch,
         "is_zero": first.is_zero and second.is_zero,
     }
+    # Sums start from zeros, which are shared; a mixture of any other forms has no common one.
     forms = {first.form, second.form}
     if forms == {"shared"} and not (first.is_misfit or second.is_misfit):
         return Fact("shared", is_whole=True, **common)

@@ -4,21 +4,21 @@ Both programs are walked together. Where they differ in more than sizes, the los
 in a way that no part of the batch could follow, and it is refused.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import attrs
+import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardrules.core.errors import MicrobatchError
 from shardrules.core.source import equation_line
-from shardrules.programs.autoplan.traced.calls import open_jaxpr
+from shardrules.programs.autoplan.traced.calls import INLINED, open_jaxpr
 from shardrules.programs.autoplan.traced.factors.grids import params_of_pieces
 from shardrules.programs.autoplan.traced.factors.grouped import kernel_loops
 from shardrules.programs.autoplan.traced.factors.retraced import SIZED, is_made_again
 from shardrules.programs.autoplan.traced.factors.table import op_signature
-from shardrules.programs.jaxprs.walk import programs_in
 from shardrules.programs.training.examples.equality import equal_values
 
 _SIZES = (
@@ -34,26 +34,26 @@ _TEXTS = (("region", "rule"),)
 @final
 @attrs.frozen
 class Counts:
-    """How many examples: of the whole batch, of a part, and of the trace that stands for the part."""
+    """The numbers of examples: of the whole batch, of a part, and of the trace that stands for the part."""
 
     whole: int
     part: int
     trace: int
     part_runs: int = 1
-    """How many runs of examples, one after another in the batch, a part has."""
+    """The runs of examples, one after another in the batch, that a part has."""
 
     @property
     def parts(self) -> int:
-        """How many parts the batch has."""
+        """The number of parts of the batch."""
         return self.whole // self.part
 
     @property
     def runs(self) -> int:
-        """How many runs of examples the batch has: what is computed from several examples has to divide into them."""
+        """The number of runs of examples of the batch: an array of several examples has to divide into them."""
         return self.parts * self.part_runs
 
     def is_scaled(self, whole: int, trace: int) -> bool:
-        """Whether a size of the whole program grows with the number of examples, to that of the trace."""
+        """A size of the whole program grows with the number of examples, to the trace's."""
         return whole != trace and whole * self.trace == trace * self.whole
 
     def part_size(self, whole: int, trace: int) -> int:
@@ -102,7 +102,7 @@ class Pair:
 
 
 def equal_literals(whole: Sequence[Any], trace: Sequence[Any]) -> bool:
-    """Whether the constants among the operands of two equations are equal."""
+    """The constants among the operands of two equations are equal."""
     return all(
         not isinstance(var, Literal) or np.array_equal(np.asarray(var.val), np.asarray(other.val), equal_nan=True)
         for var, other in zip(whole, trace, strict=True)
@@ -142,7 +142,7 @@ def _kernel_params(equation: Any, other: Any, counts: Counts) -> dict[str, Any]:
 
 
 def _difference(equation: Any, other: Any, partner: dict[Any, Any]) -> str:
-    """What two equations differ in, other than parameters; empty where they read the same and do the same."""
+    """The difference of two equations, other than in parameters; empty if they read the same and do the same."""
     name = equation.primitive.name
     if name != other.primitive.name or len(equation.invars) != len(other.invars):
         return f"the first has {_text(equation)} where the second has {_text(other)}"
@@ -156,32 +156,43 @@ def _difference(equation: Any, other: Any, partner: dict[Any, Any]) -> str:
 
 
 def _other_params(equation: Any, other: Any, counts: Counts) -> str:
-    """Which parameters of two equations differ in more than sizes."""
+    """The parameters in which two equations differ by more than sizes."""
     if equation.primitive.name == "pallas_call":
         return _other_kernel(equation, other, counts)
-    if equation.primitive.name == "region":
-        numbers, others = (list(_numbers(each.params["program"])) for each in (equation, other))
-        if numbers != others:
-            return f"{_text(equation)} computes with other numbers in each, which depend on how many examples there are"
+    if equation.primitive.name == "region" and not _is_same_region(equation, other):
+        return f"{_text(equation)} computes something else in each, which depends on how many examples there are"
     for key, value in equation.params.items():
         if (equation.primitive.name, key) in _TEXTS:
             continue
-        if not _alike(value, other.params[key], counts, key in _SIZES):
+        has_bodies = equation.primitive.name in _PAIRED or (equation.primitive.name, key) == ("region", "program")
+        is_same = _alike(value, other.params[key], counts, key in _SIZES)
+        if not is_same or not (has_bodies or _has_same_programs(value, other.params[key])):
             return f"{key} of {_text(equation)} is {value} in the first and {other.params[key]} in the second"
     return ""
 
 
-def _numbers(program: ClosedJaxpr | Jaxpr) -> Iterator[tuple[str, str]]:
-    """Yields the numbers in a program, and what reads each.
+_PAIRED = frozenset(("scan", "while", "cond", "custom_partitioning", *INLINED))
+"""Primitives whose programs are paired later, or that no part of a batch has."""
 
-    Integers are left out: positions and sizes, by which a region sorts and pads, grow with the number of examples.
+
+def _has_same_programs(value: Any, other: Any) -> bool:
+    """The programs in a parameter compute the same: that of `jax.lax.reduce` combines two elements, of any batch."""
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        return equal_values(value, other)
+    items = zip(value, other, strict=True) if isinstance(value, tuple | list) else ()
+    return all(_has_same_programs(item, another) for item, another in items)
+
+
+def _is_same_region(equation: Any, other: Any) -> bool:
+    """The function of one region computes what that of another does, from the same operands.
+
+    What it makes of the number of rows that it gets is its own affair; what it was given by its caller is not.
     """
-    for equation in open_jaxpr(program).eqns:
-        for var in equation.invars:
-            if isinstance(var, Literal) and np.issubdtype(np.asarray(var.val).dtype, np.inexact):
-                yield equation.primitive.name, str(var.val)
-        for body in programs_in(equation):
-            yield from _numbers(body)
+    try:
+        _, program = equation.params["function"].traced([var.aval for var in other.invars])
+    except Exception:  # noqa: BLE001  the function of a user, on operands that it was not called with
+        return False
+    return equal_values(program, other.params["program"])
 
 
 _SIZES_OF_KERNELS = ("grid_mapping", "out_avals", "cost_estimate")
@@ -189,7 +200,7 @@ _SIZES_OF_KERNELS = ("grid_mapping", "out_avals", "cost_estimate")
 
 
 def _other_kernel(equation: Any, other: Any, counts: Counts) -> str:
-    """What two Pallas kernels differ in; empty where they do the same with each block, at more or fewer positions."""
+    """The difference of two Pallas kernels; empty if they do the same with each block, at more or fewer positions."""
     params, others = equation.params, other.params
     op = op_signature(equation, [True] * len(equation.outvars))
     if op is not None and is_made_again(op, [var.aval.shape for var in other.invars], others):
@@ -205,8 +216,10 @@ def _other_kernel(equation: Any, other: Any, counts: Counts) -> str:
         blocks = zip(mapping.block_mappings, partner.block_mappings, strict=True)
         blocks_of_same_size = tuple(block.replace(array_aval=twin.array_aval) for block, twin in blocks)
         of_same_size = mapping.replace(grid=partner.grid, block_mappings=blocks_of_same_size)
+    # With the sizes of the second, the first has to read and write the same blocks at each position.
     if not equal_values(of_same_size, partner):
         names.append("map of blocks")
+    # A grid may only be longer along axes whose positions are computed one by one, as examples are.
     if mapping.grid != partner.grid:
         loops = None if op is None else kernel_loops(op)
         axes = {} if loops is None else loops.sizes
@@ -230,6 +243,8 @@ def _alike(value: Any, other: Any, counts: Counts, is_size: bool) -> bool:
         if value == other or (value != value and other != other):  # NaN differs from itself
             return True
         return is_size and isinstance(other, int) and counts.is_scaled(int(value or 0), other)
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return equal_values(value, other)
     if isinstance(value, tuple | list) and isinstance(other, tuple | list):
         return len(value) == len(other) and all(
             _alike(first, second, counts, is_size) for first, second in zip(value, other, strict=True)

@@ -29,7 +29,7 @@ from shardrules.programs.training.examples.rules import examples_rule, own_colum
 from shardrules.programs.training.keep.flat import flattened
 
 _MOST_ROUNDS = 20
-"""How often a loop is read at most. Each reading adds to what is certain of an array, and most loops take two."""
+"""The most readings of a loop. Each adds to the certain facts of an array, and most loops take two."""
 
 
 @final
@@ -44,7 +44,7 @@ class BodyFacts:
     nested: Mapping[int, tuple["BodyFacts", ...]]
     """For the index of each equation with bodies, what is known in them; a loop has its condition last."""
     is_changed: bool
-    """Whether a part of the batch runs other equations than the trace has."""
+    """A part of the batch runs other equations than the trace has."""
 
     def fact(self, var: Any) -> Fact:
         """The fact of an operand."""
@@ -52,7 +52,7 @@ class BodyFacts:
 
 
 def can_be_whole(operands: Sequence[Fact]) -> bool:
-    """Whether the program of the whole batch can compute an equation beside that of a part."""
+    """The program of the whole batch can compute an equation beside the part's."""
     # What is trained from examples would be the forward pass of the whole batch.
     mixes = any(fact.is_trained for fact in operands) and any(fact.from_batch for fact in operands)
     return not mixes and all(fact.is_whole for fact in operands)
@@ -80,7 +80,7 @@ def read_examples(pair: Pair, inputs: Sequence[Fact], counts: Counts) -> BodyFac
 class _Reader:
     counts: Counts
     reads_derivatives: bool = True
-    """Whether functions with derivatives of their own are read with these: not in derivatives, which run once."""
+    """Functions with derivatives of their own are read with these: not in derivatives, which run once."""
 
     def body(self, pair: Pair, inputs: Sequence[Fact], is_top: bool = False) -> BodyFacts:
         facts: dict[Any, Fact] = dict(zip(pair.whole.invars, inputs, strict=True))
@@ -128,10 +128,11 @@ class _Reader:
         return refused(f"{name_of_step(equation)} has other shapes in a part of the batch", equation)
 
     def equation(self, equation: Any, other: Any, operands: Sequence[Fact]) -> tuple[list[Fact], tuple[BodyFacts, ...]]:
-        """The facts of the results of an equation, and those of its bodies."""
+        """The facts of the results of an equation, and of its bodies."""
         for fact in operands:
             if fact.form == "refused":
                 return [fact] * len(equation.outvars), ()
+        # The order matters: what the whole batch can compute is never refused, whatever the equation does.
         if can_be_whole(operands):
             return self.computed_whole(equation, other, operands)
         bodies = self.bodies_of(equation)
@@ -224,6 +225,8 @@ class _Reader:
             return [refused(why, equation)] * len(equation.outvars), ()
         results = self.left(equation, body.outputs)
         is_rule = self.reads_derivatives and equation.primitive.name.startswith("custom_vjp")
+        # A custom derivative is run for parts and its cotangents are added up, which is right if it is linear in them:
+        # nothing says so where no example is in it.
         if is_rule and any(fact.is_trained and fact.form == "shared" for fact in results):
             return [refused(_shared_derivative(equation), equation)] * len(equation.outvars), ()
         has_gradient = any(fact.is_trained and fact.form in ("examples", "sum") for fact in results)
@@ -235,7 +238,7 @@ class _Reader:
         return results, ()
 
     def derivative(self, equation: Any, other: Any, operands: Sequence[Fact], results: Sequence[Fact]) -> str:
-        """Why the derivative of a function uses several examples at once; empty where it does not."""
+        """The reason why the derivative of a function uses several examples at once; empty if it does not."""
         pair = Pair.of(pulled_back(equation), pulled_back(other), self.counts)
         reader = attrs.evolve(self, reads_derivatives=False)
         body = reader.body(pair, cotangent_facts(equation, operands, results))
@@ -267,6 +270,7 @@ class _Reader:
         for branch in branches[1:]:
             facts = self.left(equation, branch.outputs)
             results = [joined(a, b, "a branch", equation) for a, b in zip(results, facts, strict=True)]
+        # In a loop over examples another branch may run in each round, so that shared results differ by round.
         if predicate.form == "examples":
             results = [
                 attrs.evolve(fact, form="examples", dim=EACH_ROUND, is_whole=False, is_own=True)
@@ -292,7 +296,7 @@ class _Reader:
         pair = Pair.of(equation.params["jaxpr"], other.params["jaxpr"], self.counts)
         carry = entering[const_count:first_slice]
         if over_examples:
-            # Each round adds that of its example to what starts from zero, or the loop is refused.
+            # Each round adds its example's to a sum that starts from zero, or the loop is refused.
             carry = [attrs.evolve(fact, form="sum", is_whole=False) if fact.is_zero else fact for fact in carry]
         body, carry = self.rounds(equation, pair, entering[:const_count], carry, slices)
         if body is None:
@@ -372,7 +376,7 @@ class _Reader:
 
 
 def _is_added_to(body: BodyFacts, start: Any, end: Any) -> bool:
-    """Whether a round only adds to what it carries: any other use would weigh examples by their order."""
+    """A round only adds to the carried value: any other use would weigh examples by their order."""
     producers = {var: equation for equation in body.pair.whole.eqns for var in equation.outvars}
     while end is not start:
         equation = producers.get(end)
@@ -387,7 +391,8 @@ def _is_added_to(body: BodyFacts, start: Any, end: Any) -> bool:
 
 
 def _shared_derivative(equation: Any) -> str:
-    """Why a function of trained arrays alone is refused: its derivative need not be linear, as that of fp8 scales."""
+    """The reason why a function of trained arrays alone is refused: its derivative need not be linear, as with fp8
+    scales."""
     return (
         f"{name_of_step(equation)} has derivatives of its own for trained arrays: they would be computed for parts of "
         "the batch, and added up"

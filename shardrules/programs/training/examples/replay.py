@@ -1,8 +1,8 @@
 """The program of one part of the batch, from the facts of the whole.
 
-Most equations run as the trace of a part has them. Constants are those of the whole program, so that a mean divides by
-all examples. What the batch shares is computed as in the whole program, and sliced where examples use it: the dropout
-masks of a part are those that the whole batch would have there.
+Most equations run as the trace of a part has them. Constants are the whole program's, so that a mean divides by all
+examples. Arrays that the batch shares are computed as in the whole program, and sliced where examples use them: the
+dropout masks of a part are the same that the whole batch would have there.
 """
 
 import math
@@ -29,7 +29,7 @@ from shardrules.programs.training.examples.rules import own_columns
 from shardrules.programs.training.examples.run import evaluated
 
 Variant: TypeAlias = Literal["whole", "part"]
-"""An array of the whole batch, or that of a part: its examples, or its part of a sum."""
+"""An array of the whole batch, or of a part: its examples, or its part of a sum."""
 
 Demand: TypeAlias = tuple[Var, Variant]
 
@@ -37,7 +37,7 @@ Demand: TypeAlias = tuple[Var, Variant]
 @final
 @attrs.frozen
 class Position:
-    """Which part of the batch: a microbatch of one group of examples, or of all groups where `group` is `None`.
+    """The part of the batch: a microbatch of one group of examples, or of all groups if `group` is `None`.
 
     The batch is groups, of microbatches, of examples.
     """
@@ -112,7 +112,7 @@ class Replay:
         return self.run(body, values, outputs)
 
     def run(self, body: BodyFacts, values: dict[Demand, Any], outputs: Sequence[tuple[Any, Variant]]) -> list[Any]:
-        """Runs what the outputs need. `values` are those of the inputs, and of what was computed before."""
+        """Runs all that the outputs need. `values` has the inputs, and arrays that were computed before."""
         for var, value in zip(body.pair.whole.constvars, body.pair.whole_consts, strict=True):
             values.setdefault((var, "whole"), value)
         demands = demands_of(body, outputs, values)
@@ -156,7 +156,7 @@ class Replay:
             return evaluated(self.closed_calls[id(equation)], operands)
         columns = own_columns(equation, facts, self.counts)
         if columns:
-            # Indices count the examples of the whole batch: here those of the part.
+            # Indices count the examples of the whole batch: here the part's.
             indices, is_index = operands[1], jnp.isin(jnp.arange(operands[1].shape[-1]), jnp.array(columns))
             size = facts[1].index_size // (self.position.group_count * self.position.microbatch_count)
             operands[1] = jnp.where(is_index, self.position.inside(indices, size), indices)
@@ -241,12 +241,12 @@ class Replay:
 @final
 @attrs.frozen(eq=False)
 class Demands:
-    """What a run has to compute."""
+    """The arrays that a run has to compute."""
 
     equations: tuple[frozenset[Variant], ...]
     """For each equation, in which variants it runs."""
     inputs: tuple[Demand, ...]
-    """What no equation computes: inputs of the body, and what is computed before the parts."""
+    """The arrays that no equation computes: inputs of the body, and arrays that are computed before the parts."""
 
 
 def demands_of(body: BodyFacts, outputs: Sequence[tuple[Any, Variant]], before: Collection[Demand]) -> Demands:
@@ -284,7 +284,7 @@ def demands_of(body: BodyFacts, outputs: Sequence[tuple[Any, Variant]], before: 
 
 
 def matched_calls(whole: ClosedJaxpr, part: ClosedJaxpr, counts: Counts) -> dict[int, Any]:
-    """Finds, for the ids of the equations of the whole that have derivatives of their own, those of the part."""
+    """Finds, for the ids of the whole's equations that have derivatives of their own, the part's equations."""
     calls, others = list(_closed_calls(whole)), list(_closed_calls(part))
     matches = {}
     for equation, other in zip(calls, others, strict=False):
@@ -315,7 +315,7 @@ def _closed_calls(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
 
 
 def _variant(fact: Fact, actual: Fact | None = None) -> Variant:
-    """In which variant an array goes on: what is shared, or a zero that sums start from, is that of the whole."""
+    """The variant in which an array goes on: a shared array, or a zero that sums start from, is the whole's."""
     if fact.form == "sum" and actual is not None and actual.form == "shared":
         return "whole"
     return "part" if fact.form in ("examples", "sum") else "whole"

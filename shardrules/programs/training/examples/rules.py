@@ -1,4 +1,4 @@
-"""What single equations do to examples, and to sums over examples."""
+"""The effects of single equations on examples, and on sums over examples."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -76,7 +76,7 @@ def uses_sums(equation: Any, facts: Sequence[Fact]) -> Fact:
     name = equation.primitive.name
     added = name in ADDING and all(fact.form == "sum" or fact.dim is EACH_ROUND for fact in facts)
     if added and any(fact.form == "examples" for fact in facts) and all(fact.form != "shared" for fact in facts):
-        return Fact("sum", **common)  # in a loop over examples, each round adds that of its example
+        return Fact("sum", **common)  # in a loop over examples, each round adds its example's
     if any(fact.is_part_only for fact in facts):
         return refused(
             f"{name_of_step(equation)} uses a sum over the examples for single examples, as batch normalization and "
@@ -87,16 +87,18 @@ def uses_sums(equation: Any, facts: Sequence[Fact]) -> Fact:
 
 
 def _is_linear(equation: Any, facts: Sequence[Fact]) -> bool:
-    """Whether the results of the parts of sums add up to the results of the sums."""
+    """The results of the parts of sums add up to the results of the sums."""
     name, forms = equation.primitive.name, [fact.form for fact in facts]
     if "result" in forms or any(fact.is_misfit for fact in facts) or "examples" in forms:
         return False
     is_sum = [fact.form == "sum" or fact.is_zero for fact in facts]
     dtypes = [var.aval.dtype for var in (*equation.invars, *equation.outvars)]
+    # A sum of parts that is rounded to an integer, or true or false, is not the rounded sum.
     if name == "convert_element_type":
         return all(dtype.kind in "fcV" for dtype in dtypes) or dtypes[0].kind in "iu"
     if name in (*ADDING, *LINEAR):
         return all(is_sum)
+    # Linear in each operand, but a product of two sums has the products of different examples.
     if name in ("mul", "dot_general", "conv_general_dilated"):
         return forms.count("sum") == 1
     if name == "div":
@@ -112,7 +114,7 @@ def _is_linear(equation: Any, facts: Sequence[Fact]) -> bool:
 
 
 def examples_rule(equation: Any, facts: Sequence[Fact], counts: Counts) -> list[Fact]:
-    """The facts of the results of an equation some of whose operands have examples, and none of which is a sum."""
+    """The facts of the results of an equation with examples, and without sums, among its operands."""
     common: dict[str, Any] = {
         "is_trained": any(fact.is_trained for fact in facts),
         "from_batch": any(fact.from_batch for fact in facts),
@@ -138,6 +140,8 @@ def examples_rule(equation: Any, facts: Sequence[Fact], counts: Counts) -> list[
     if factors is None:
         why = f"{name_of_step(equation)} has no rule that says which dims it computes one by one"
         return [refused(why, equation)] * len(outvars)
+    # Examples have to go along one dim that all their operands and results share. The exception is a lookup by an
+    # example's own position in the batch.
     factor = _factor(factors, facts, batched)
     if factor is None:
         lookup = own_index_result(equation, facts, factors, counts)
@@ -168,7 +172,7 @@ def _factor(factors: Factors, facts: Sequence[Fact], batched: Sequence[int]) -> 
 
 
 def _is_ragged(equation: Any, factor: int, factors: Factors) -> bool:
-    """Whether a factor is that of rows which are in groups: of a part of them the groups have other sizes."""
+    """A factor is of rows in groups: of a part of them the groups have other sizes."""
     name, params = equation.primitive.name, equation.params
     if name == "ragged_dot_general":
         (dim,) = params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions

@@ -1,4 +1,4 @@
-"""What a loss computes from the sums over its examples: scales, regularizers, and results of aux."""
+"""The end of a loss, from the sums over its examples: scales, regularizers, and results of aux."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -75,7 +75,7 @@ class Tail:
         return jax.grad(loss)(list(arguments[: self.trainable_count]))
 
     def reaches(self, inputs: Sequence[int], result_count: int) -> bool:
-        """Whether the first results depend on some of the inputs."""
+        """The first results depend on some of the inputs."""
         return _depends(self.program, inputs, result_count)
 
     def nonlinear_step(self) -> str:

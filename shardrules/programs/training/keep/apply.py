@@ -42,11 +42,11 @@ def with_kept(program: ClosedJaxpr, keep: Keep) -> ClosedJaxpr:
 
 
 _PREFIX = "kept."
-"""What names of kept arrays begin with."""
+"""The beginning of the names of kept arrays."""
 
 
 def is_kept_name(equation: Any) -> bool:
-    """Whether an equation names an array that is kept."""
+    """An equation names an array that is kept."""
     return equation is not None and str(equation.params.get("name", "")).startswith(_PREFIX)
 
 
@@ -61,6 +61,7 @@ def _rewritten(body: Jaxpr, entries: Sequence[_Entry]) -> Jaxpr:
     for path, index, kept in entries:
         if path:
             scans.setdefault(path[0], []).append((path[1:], index, kept))
+    # The choices may be for another program: positions are all that is known of it.
     for index in scans:
         if index >= len(body.eqns) or body.eqns[index].primitive.name != "scan":
             raise _other_program(f"equation {index} is no scan")
@@ -94,7 +95,7 @@ def _scan_with(equation: Any, entries: Sequence[_Entry]) -> Any:
     else:
         if kept.unit.length != len(closed.jaxpr.eqns):
             raise _other_program(f"a layer has {len(closed.jaxpr.eqns)} equations instead of {kept.unit.length}")
-        # The rounds of a loop run at another time than those of its gradient: compilers cannot share what both compute.
+        # The rounds of a loop run at another time than its gradient's rounds: compilers cannot share what both compute.
         is_loop = 1 == params["unroll"] < params["length"]
         inner = closed.jaxpr
         program = inner.replace(constvars=[], invars=[*inner.constvars, *inner.invars])
@@ -159,6 +160,7 @@ class _Named:
                 equations.append(naming)
                 current[var] = naming.outvars[0]
 
+        # A name is an equation: what follows has to read its result, or the checkpoint would not keep it.
         for index, var in enumerate(program.invars):
             add_name(var, (-1, index), program.eqns[0])
         for index, equation in enumerate(program.eqns):

@@ -1,4 +1,4 @@
-"""What the backward pass of a function may keep: choices from everything to only the inputs of its layers."""
+"""The arrays that a backward pass may keep: choices from everything to only the inputs of layers."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,10 +19,6 @@ from shardrules.programs.training.keep.subsets import subset_choices
 from shardrules.programs.training.keep.units import find_units
 from shardrules.programs.training.keep.words import host_bytes, keep_words, repeated_flops
 
-_SOLVES = 40
-"""How often the cuts of all units are computed: each takes a few milliseconds. With half as many, some choices between
-two far apart are missing; with twice as many, no more choices are found for the models of the benchmark."""
-
 _ALMOST = 1e-6
 """Choices that differ by this part are the same: capacities of cuts are rounded."""
 
@@ -37,17 +33,17 @@ def keep_choices(
     replace_checkpoints: bool = False,
     count: int = 10,
 ) -> tuple[Keep, ...]:
-    """Returns what the backward pass of a program may keep, the most first, each of the others with less memory.
+    """Returns choices of the arrays that the backward pass of a program may keep, the most first, each of the others
+    with less memory.
 
-    The first keeps everything, as the program is written. The first `trainable_count` inputs have gradients.
-    `offload`: whether arrays may be kept in the memory of the host, those that are not small once they are split over
-    `device_count` devices. `replace_checkpoints`: whether the program's own
-    `jax.checkpoint` are taken away; otherwise each is a single step. At most `count` are returned that keep all on the
-    device, and half as many others.
+    The first keeps everything, as the program is written. The first `trainable_count` inputs have gradients. `offload`:
+    whether arrays may be kept in the memory of the host, if they are not small once they are split over `device_count`
+    devices. `replace_checkpoints`: whether the program's own `jax.checkpoint` are taken away; otherwise each is a
+    single step. At most `count` are returned that keep all on the device, and half as many others.
     """
     flat = flattened(program, replace_checkpoints)
     reader = NeedsReader()
-    is_offered = offload and not hardware.is_cpu  # the memory of CPU devices is that of the host
+    is_offered = offload and not hardware.is_cpu  # the memory of CPU devices is the host's
     least_host_bytes = LEAST_HOST_BYTES * device_count if is_offered else math.inf
     units = [unit for unit in find_units(flat, trainable_count) if not unit.body.effects]
     problems = [unit_problem(unit, reader, hardware, least_host_bytes) for unit in units]
@@ -58,13 +54,14 @@ def keep_choices(
 
 
 _UnitChoice: TypeAlias = tuple[tuple[KeptValues, int], ...]
-"""What is kept of the segments of a unit, and of how many that follow each other; the last of a unit come last."""
+"""The arrays kept of the segments of a unit, and the number of segments that follow each other; the last of a unit come
+last."""
 
 
 @final
 @attrs.frozen(eq=False)
 class _Choice:
-    """What is kept of each unit."""
+    """The arrays kept of each unit."""
 
     units: tuple[_UnitChoice, ...]
     nbytes: int
@@ -72,7 +69,7 @@ class _Choice:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether it keeps anything in the memory of the host."""
+        """It keeps an array in the memory of the host."""
         return any(kept.offloaded for unit in self.units for kept, _ in unit)
 
     @classmethod
@@ -97,7 +94,7 @@ def _cheapest(problem: UnitProblem, price: float) -> KeptValues:
 
 
 def _front(problems: Sequence[UnitProblem], written: _Choice) -> list[_Choice]:
-    """What is written, then choices that keep less and less: the best at some price, and what lies between two."""
+    """The program as written, then choices that keep less and less: the best at some price, and choices between two."""
     front, hull = [written], _hull(problems)
     subsets = [
         _subsets(problem, [choice.units[index][0][0] for choice in hull]) for index, problem in enumerate(problems)
@@ -110,7 +107,8 @@ def _front(problems: Sequence[UnitProblem], written: _Choice) -> list[_Choice]:
 
 
 def _subsets(problem: UnitProblem, choices: Sequence[KeptValues]) -> list[KeptValues]:
-    """What a loop may keep beside some choices; nothing for runs of segments, which may keep different arrays."""
+    """The sets of arrays that a loop may keep beside some choices; none for runs of segments, which may keep different
+    arrays."""
     on_device = [kept for kept in choices if kept is not problem.as_written and not kept.offloaded]
     return subset_choices(problem.problem, on_device) if problem.unit.is_loop and on_device else []
 
@@ -162,7 +160,7 @@ def _partly_on_host(problem: UnitProblem, choice: KeptValues) -> Iterator[KeptVa
 
 
 def _best(choices: Sequence[KeptValues]) -> list[KeptValues]:
-    """The choices of which none that keeps less is as fast, those that keep most first."""
+    """The choices that are faster than all that keep less, the most kept first."""
     best: list[KeptValues] = []
     for choice in sorted(choices, key=lambda choice: (choice.nbytes, choice.seconds)):
         if not best or choice.seconds < best[-1].seconds:
@@ -178,7 +176,8 @@ def _hull(problems: Sequence[UnitProblem]) -> list[_Choice]:
     smallest = _solved(problems, highest)
     choices = [fastest, smallest]
     pending, solves = [(fastest, smallest)], 2
-    while pending and solves < _SOLVES:
+    # Each takes a few milliseconds. More find no more choices for the models of the benchmark.
+    while pending and solves < 40:
         # The widest gap first.
         pending.sort(key=lambda pair: pair[0].nbytes - pair[1].nbytes)
         more, less = pending.pop()
@@ -199,8 +198,8 @@ def _step_seconds(problems: Sequence[UnitProblem]) -> float:
 
 
 def _thinned(front: Sequence[_Choice], count: int) -> list[_Choice]:
-    """At most `count` choices of a front that keep nothing on the host, and half as many others, with the first and the
-    last of each."""
+    """At most `count` choices of a front that keep nothing on the host, and half that number of others, with the first
+    and the last of each."""
     on_devices = _least_gaps([choice for choice in front if not choice.is_on_host], count)
     on_hosts = _least_gaps([choice for choice in front if choice.is_on_host], count // 2)
     return sorted((*on_devices, *on_hosts), key=lambda choice: -choice.nbytes)

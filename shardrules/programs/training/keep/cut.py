@@ -28,9 +28,9 @@ class UnitValue:
     """The index of its equation and which result it is; -1 and which input of the unit."""
     nbytes: int
     keep_seconds: float
-    """What writing it to memory takes, beyond what is written anyway."""
+    """The seconds of writing it to memory, beyond the bytes that are written anyway."""
     host_seconds: float
-    """What sending it to the host and back takes; infinite where that is impossible."""
+    """The seconds of sending it to the host and back; infinite if that is impossible."""
 
 
 @final
@@ -46,7 +46,7 @@ class UnitStep:
 @final
 @attrs.frozen(eq=False)
 class KeepProblem:
-    """What the backward pass of a unit needs, and how it can get it."""
+    """The arrays that the backward pass of a unit needs, and the ways to get them."""
 
     values: tuple[UnitValue, ...]
     steps: tuple[UnitStep, ...]
@@ -59,7 +59,7 @@ class KeepProblem:
 @final
 @attrs.frozen
 class KeptValues:
-    """What is kept of a unit, as indices of its values, and what that costs."""
+    """The kept values of a unit, as indices, and their cost."""
 
     kept: tuple[int, ...]
     offloaded: tuple[int, ...]
@@ -87,6 +87,7 @@ def cheapest(problem: KeepProblem, price: float) -> KeptValues:
     producers = {value: index for index, step in enumerate(problem.steps) for value in step.results}
     stored = [value for value in available if producers.get(value) not in repeated]
     kept, offloaded = [], []
+    # At this price a value is cheapest on the device or on the host, and the cut counted the cheaper one.
     for index in stored:
         value = problem.values[index]
         is_kept = value.keep_seconds + price * value.nbytes <= value.host_seconds

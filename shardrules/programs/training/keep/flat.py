@@ -48,7 +48,7 @@ def _flat_value(value: Any, replace_checkpoints: bool) -> Any:
 
 
 def replaced(var: Any, variables: Mapping[Any, Any]) -> Any:
-    """What stands in the place of a variable; itself if nothing does."""
+    """The variable in the place of another; itself without one."""
     return var if isinstance(var, Literal) else variables.get(var, var)
 
 
@@ -97,6 +97,6 @@ def _inline(
 
 
 def _has_shardings(equation: Any) -> bool:
-    """Whether a call asks for shardings, which are orders to the partitioner."""
+    """A call asks for shardings, which are orders to the partitioner."""
     keys = ("in_shardings", "out_shardings")
     return any(isinstance(sharding, Sharding) for key in keys for sharding in equation.params.get(key, ()))

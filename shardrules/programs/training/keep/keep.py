@@ -1,4 +1,4 @@
-"""What the backward pass keeps, as positions in a traced function."""
+"""The arrays that the backward pass keeps, as positions in a traced function."""
 
 from collections.abc import Iterable, Sequence
 from typing import final
@@ -19,18 +19,19 @@ def _as_positions(values: Iterable[Sequence[int]]) -> tuple[Position, ...]:
 @final
 @attrs.frozen
 class KeptUnit:
-    """What is kept of a part of a function that is repeated. All else that gradients need is computed again."""
+    """The arrays kept of a part of a function that is repeated. All else that gradients need is computed again."""
 
     unit: UnitPosition
     kept: tuple[Position, ...] = attrs.field(converter=_as_positions)
     offloaded: tuple[Position, ...] = attrs.field(default=(), converter=_as_positions)
-    """What is kept in the memory of the host."""
+    """The arrays kept in the memory of the host."""
 
 
 @final
 @attrs.frozen
 class Keep:
-    """What the backward pass of a function keeps. Without units it keeps what JAX keeps of the function as written.
+    """The arrays that the backward pass of a function keeps: without units the same that JAX keeps of the function as
+    written.
 
     The same for other sizes of the batch: figures and text are for the size that was read, and do not count when two
     are compared.
@@ -38,16 +39,16 @@ class Keep:
 
     units: tuple[KeptUnit, ...] = attrs.field(default=(), converter=tuple)
     replaces_checkpoints: bool = False
-    """Whether the `jax.checkpoint` of the function are taken away."""
+    """The `jax.checkpoint` of the function are taken away."""
     kept_bytes: int = attrs.field(default=0, eq=False)
-    """What is kept of units, on all devices together."""
+    """The kept bytes of units, on all devices together."""
     host_bytes: int = attrs.field(default=0, eq=False)
     seconds: float = attrs.field(default=0.0, eq=False)
-    """What keeping and computing again take, on one device that does all of it."""
+    """The seconds of keeping and computing again, on one device that does all of it."""
     repeated_flops: float = attrs.field(default=0.0, eq=False)
-    """The FLOPs that are computed again, as a part of those of the forward pass."""
+    """The FLOPs that are computed again, as a part of the forward pass's."""
     words: tuple[str | int, ...] = attrs.field(default=("keeps everything",), eq=False)
-    """What it keeps and computes again: text, and numbers of bytes in it."""
+    """The arrays that it keeps and computes again: text, and numbers of bytes in it."""
 
     def scaled(self, factor: float) -> "Keep":
         """Returns the same with other figures: for another size of the batch, or for one of several devices."""
@@ -60,7 +61,7 @@ class Keep:
 
     @property
     def short_text(self) -> str:
-        """What it keeps and computes again, in a few words."""
+        """The arrays that it keeps and computes again, in a few words."""
         if not self.units:
             return "keeps everything"
         parts = [bytes_text(self.kept_bytes)] if self.kept_bytes or not self.host_bytes else []

@@ -1,4 +1,5 @@
-"""What the backward pass of a program needs of its forward pass: which arrays, and what it cannot get from them."""
+"""The arrays of the forward pass that the backward pass of a program needs, and those among them that it cannot compute
+again."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -19,7 +20,7 @@ _DEAR_PRIMITIVES = frozenset(_DEAR.split())
 
 
 def is_dear_equation(equation: Any) -> bool:
-    """Whether an equation is a matmul, a loop, a kernel or another operation that compilers fuse into no other."""
+    """It is a matmul, a loop, a kernel or another operation that compilers fuse into no other."""
     if equation.primitive.name in _DEAR_PRIMITIVES or "call" in equation.primitive.name.removeprefix("custom_jvp_call"):
         return True
     name = equation.primitive.name
@@ -31,20 +32,20 @@ def is_dear_equation(equation: Any) -> bool:
 @final
 @attrs.frozen
 class EquationNeeds:
-    """What the derivative of an equation needs."""
+    """The arrays that the derivative of an equation needs."""
 
     operands: tuple[int, ...]
-    """Which operands."""
+    """The indices of the operands."""
     results: tuple[int, ...]
-    """Which results."""
+    """The indices of the results."""
     inner: tuple[Any, ...] = ()
     """The types of arrays that are computed inside of the equation, and are neither operands nor results."""
     is_inner_dear: bool = False
-    """Whether only running the equation again returns those: they come from a loop, a kernel or matmuls."""
+    """Only running the equation again returns those: they come from a loop, a kernel or matmuls."""
     traced_results: tuple[int, ...] = ()
     """The results that have derivatives."""
     rule: RuleValues | None = None
-    """What can be kept inside of a function with a backward rule of its own."""
+    """The values that can be kept inside of a function with a backward rule of its own."""
 
 
 @final

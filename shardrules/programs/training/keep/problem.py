@@ -1,4 +1,4 @@
-"""What keeping each array of a unit costs, and what computing it again."""
+"""The cost of keeping each array of a unit, and of computing it again."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class UnitProblem:
 
     @property
     def repeats(self) -> int:
-        """How many segments of it may keep different arrays: a loop has one body for all rounds."""
+        """The number of its segments that may keep different arrays: a loop has one body for all rounds."""
         return self.unit.position.repeats
 
 
@@ -54,10 +54,10 @@ class _Builder:
     steps: list[UnitStep] = attrs.field(factory=list)
     needed: dict[int, None] = attrs.field(factory=dict)
     read_as_written: dict[int, None] = attrs.field(factory=dict)
-    """What the backward pass reads of a unit as it is written."""
+    """The arrays that the backward pass reads of a unit as it is written."""
     forced: list[int] = attrs.field(factory=list)
     inner_bytes: int = 0
-    """What derivatives read that is neither an operand nor a result of their equations."""
+    """The bytes that derivatives read and that are neither operands nor results of their equations."""
 
     def build(self, needs: Sequence[EquationNeeds]) -> UnitProblem:
         body = self.unit.body
@@ -71,7 +71,7 @@ class _Builder:
         return UnitProblem(self.unit, problem, self.as_written(problem))
 
     def as_written(self, problem: KeepProblem) -> KeptValues:
-        """What is kept without any checkpoint."""
+        """The arrays kept without any checkpoint."""
         if not self.unit.is_loop:
             # Compilers compute again what they fuse into the kernels that read it, and keep the rest.
             steps = [attrs.evolve(step, seconds=math.inf if step.seconds else 0.0) for step in problem.steps]
@@ -90,7 +90,7 @@ class _Builder:
         equation = self.unit.body.eqns[index]
         operands, inside = self.values_of(equation.invars), dict[int, int]()
         if needs.rule is not None:
-            # What a forward rule returns is kept inside of it. Its last results are those of the equation.
+            # What a forward rule returns is kept inside of it. Its last results are the equation's.
             count = len(equation.outvars)
             for rule_index, aval in needs.rule.types:
                 inside[rule_index] = self.add_value(aval, (index, count + rule_index), True)
@@ -133,8 +133,7 @@ class _Builder:
 
 
 _STACK_COPIES = 3
-"""What keeping an array of a round moves, over its bytes: it is written, read and written into the stack. With twice as
-many, more would be computed again in loops than experts do, and steps of the benchmark are slower."""
+"""The bytes that keeping an array of a round moves, over its own: it is written, read and written into the stack."""
 
 
 def _aval_bytes(aval: Any) -> int:

@@ -15,7 +15,7 @@ from shardrules.programs.autoplan.traced.calls import open_jaxpr
 
 
 def has_rule(equation: Any) -> bool:
-    """Whether an equation calls a function with a backward rule of its own."""
+    """An equation calls a function with a backward rule of its own."""
     return "fwd_jaxpr_thunk" in equation.params and "num_consts" in equation.params
 
 
@@ -28,13 +28,13 @@ def forward_rule(equation: Any, is_traced: Sequence[bool]) -> ClosedJaxpr:
 @final
 @attrs.frozen
 class RuleValues:
-    """What can be kept inside of a forward rule. Positions are indices of its results."""
+    """The values that can be kept inside of a forward rule. Positions are indices of its results."""
 
     types: tuple[tuple[int, Any], ...]
     """Results that are computed, with their types. What the equation returns stands for itself where the backward rule
     reads it."""
     reads: tuple[int, ...]
-    """Which of these the backward rule reads."""
+    """The positions that the backward rule reads."""
     first: int
     """The index of the first result of the equation."""
 

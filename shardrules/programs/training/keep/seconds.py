@@ -1,4 +1,4 @@
-"""What computing each equation of a program again takes, by the sheet of a device."""
+"""The seconds of computing each equation of a program again, by the sheet of a device."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -45,12 +45,12 @@ def equation_seconds(program: ClosedJaxpr, hardware: Hardware) -> tuple[list[flo
 
 
 def _reader_count(equation: Any) -> int:
-    """How many equations the reader of programs counts for one, with those inside of it."""
+    """The number of equations that the reader of programs counts for one, with the equations inside of it."""
     return 1 + sum(_reader_count(inner) for body in _read_bodies(equation) for inner in body.eqns)
 
 
 def _read_bodies(equation: Any) -> Iterator[Jaxpr]:
-    """What the reader of programs enters."""
+    """The bodies that the reader of programs enters."""
     call, params = InlinedCall.of(equation), equation.params
     if call is not None:
         yield open_jaxpr(call.jaxpr)

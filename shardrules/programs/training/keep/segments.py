@@ -50,9 +50,10 @@ def segment_results(body: Jaxpr, start: int, stop: int) -> list[Any]:
 
 
 def signature(equation: Any, has_literals: bool = True) -> Any:
-    """What an equation computes, apart from which arrays it takes, from which index on, and with which constants.
+    """The computation of an equation, apart from its arrays, the index that it starts from, and its constants.
 
-    Without literals also apart from which operands are constants, such as the 0 that a sum over layers begins with.
+    Without literals also apart from the positions of constants among its operands, such as the 0 that a sum over layers
+    begins with.
     """
     operands = tuple((str(var.aval), has_literals and isinstance(var, Literal)) for var in equation.invars)
     inner = tuple(tuple(map(signature, open_jaxpr(program).eqns)) for program in programs_in(equation))
@@ -67,7 +68,7 @@ def signature(equation: Any, has_literals: bool = True) -> Any:
 
 
 def is_float(var: Any) -> bool:
-    """Whether an array has elements with derivatives; tokens have no elements at all."""
+    """An array has elements with derivatives; tokens have no elements at all."""
     return jnp.issubdtype(getattr(var.aval, "dtype", np.dtype(int)), np.inexact)
 
 

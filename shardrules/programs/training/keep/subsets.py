@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from shardrules.programs.training.keep.cut import KeepProblem, KeptValues
 
 _MOST_GROUPS = 9
-"""The most groups of arrays that are combined, the largest. Each more doubles the time, half a second at this many."""
+"""The most groups of arrays that are combined, the largest. All combinations of this many take half a second."""
 
 
 def subset_choices(problem: KeepProblem, choices: Sequence[KeptValues]) -> list[KeptValues]:
@@ -26,6 +26,7 @@ def subset_choices(problem: KeepProblem, choices: Sequence[KeptValues]) -> list[
     groups = sorted(members.values(), key=lambda group: -sum(problem.values[value].nbytes for value in group))
     always += [value for group in groups[_MOST_GROUPS:] for value in group]
     candidates = []
+    # Arrays that the same choices keep go together, so that there are few combinations.
     for flags in itertools.product((False, True), repeat=len(groups[:_MOST_GROUPS])):
         combined = [value for group, flag in zip(groups, flags, strict=False) if flag for value in group]
         candidates.append(kept_values(problem, {*always, *combined}))
@@ -42,6 +43,7 @@ def kept_values(problem: KeepProblem, kept: Collection[int]) -> KeptValues:
     producers = {value: index for index, step in enumerate(problem.steps) for value in step.results}
     pending = [*problem.needed, *(value for step in problem.forced for value in problem.steps[step].operands)]
     repeated, read = dict.fromkeys(problem.forced), dict[int, None]()
+    # Back from what gradients need, to kept values and inputs.
     while pending:
         value = pending.pop()
         step = producers.get(value)

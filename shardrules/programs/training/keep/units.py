@@ -23,28 +23,19 @@ from shardrules.programs.training.keep.segments import (
     signature,
 )
 
-_SMALLER_PERIOD = 0.9
-"""A segment of fewer equations is taken if its run has this part of the FLOPs of the run with most. With less, parts of
-a layer that are equal by chance may be taken for layers; with more, pairs of layers where their number is odd."""
-
-
-_WIDER = 4.0
-"""How many times as many bytes may go from segment to segment of a loop where it has one more for that: layers that
-narrow in the middle are whole then. With more, they would be cut in their widest part."""
-
 
 @final
 @attrs.frozen
 class UnitPosition:
-    """Where a unit is in a program whose calls are flattened: the same for other sizes of the batch."""
+    """The position of a unit in a program whose calls are flattened: the same for other sizes of the batch."""
 
     path: tuple[int, ...]
     """The index of each scan on the way to its equations, in the program around it."""
     start: int
     length: int
-    """How many equations it has."""
+    """The number of its equations."""
     repeats: int
-    """How many equal segments follow each other from `start` on; 1 in a scan."""
+    """The number of equal segments that follow each other from `start` on; 1 in a scan."""
 
 
 @final
@@ -55,11 +46,11 @@ class Unit:
     position: UnitPosition
     body: Jaxpr
     is_traced: tuple[bool, ...]
-    """For each input of the body whether its gradient is needed, or that of what it was computed from."""
+    """The inputs of the body that need a gradient, or are computed from arrays that need one."""
     is_resident: tuple[bool, ...]
     """For each input of the body whether it is in memory anyway, as parameters are, and constants of a scan."""
     run_count: int
-    """How often the body runs."""
+    """The number of runs of the body."""
     is_loop: bool
 
 
@@ -178,7 +169,7 @@ class _Finder:
 
 
 def _reads(equations: Sequence[Any]) -> Iterator[Any]:
-    """What equations read, apart from constants."""
+    """The variables that equations read, without constants."""
     return (var for equation in equations for var in equation.invars if not isinstance(var, Literal))
 
 
@@ -206,7 +197,7 @@ _COPIES = (
 
 
 def _computed_from(body: Jaxpr, resident: Mapping[Any, None]) -> dict[Any, None]:
-    """What is in memory while a body runs, and other forms of it."""
+    """The variables in memory while a body runs, and other forms of them."""
     weights = dict(resident)
     for equation in body.eqns:
         operands = [var for var in equation.invars if not isinstance(var, Literal)]
@@ -216,12 +207,12 @@ def _computed_from(body: Jaxpr, resident: Mapping[Any, None]) -> dict[Any, None]
 
 
 def _is_among(var: Any, variables: Mapping[Any, None]) -> bool:
-    """Whether an operand is one of some variables; constants have no hash."""
+    """An operand is one of some variables; constants have no hash."""
     return not isinstance(var, Literal) and var in variables
 
 
 def _scans_any(equation: Any, weights: Mapping[Any, None]) -> bool:
-    """Whether an equation is a scan that reads some weights round by round."""
+    """An equation is a scan that reads some weights round by round."""
     if equation.primitive.name != "scan":
         return False
     return any(_is_among(var, weights) for var in equation.invars[sum(scan_counts(equation.params)) :])
@@ -248,12 +239,16 @@ def find_runs(body: Jaxpr, start: int, stop: int, *, as_loops: bool = False) -> 
             covered = float(total[low + period * repeats] - total[low])
             if total[low + period] == total[low]:
                 continue
-            if best is None or _SMALLER_PERIOD * covered > best[0]:
+            # A segment of fewer equations is taken if its run has hardly fewer FLOPs, chosen by hand: with less, parts
+            # of a layer that are equal by chance may be taken for layers; with more, pairs of layers.
+            if best is None or 0.9 * covered > best[0]:
                 best = covered, period, int(low), int(high) + period
     if best is None:
         return []
     _, period, low, high = best
-    run = _best_rotation(body, start + low, start + high, period, _WIDER if as_loops else 1.0)
+    # Of a loop, up to four times as many bytes may go from segment to segment for one more of them, chosen by hand:
+    # layers that narrow in the middle are whole then.
+    run = _best_rotation(body, start + low, start + high, period, 4.0 if as_loops else 1.0)
     if run is None:
         return []
     end = run.start + run.length * run.repeats
@@ -289,7 +284,7 @@ def _best_rotation(body: Jaxpr, start: int, stop: int, period: int, wider: float
 
 
 def _is_wired_alike(body: Jaxpr, start: int, period: int, repeats: int) -> bool:
-    """Whether the equations of all segments read each other in the same way."""
+    """The equations of all segments read each other in the same way."""
     return len({_wiring(body.eqns[start + period * index :][:period]) for index in range(repeats)}) == 1
 
 

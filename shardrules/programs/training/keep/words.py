@@ -1,4 +1,4 @@
-"""What is kept and computed again, in words."""
+"""The arrays that are kept and computed again, in words."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -14,7 +14,7 @@ from shardrules.programs.training.keep.problem import UnitProblem
 from shardrules.programs.training.keep.segments import segment_program
 
 _LISTED = 5
-"""How many arrays and operations are listed of each unit; the others are counted. With twice as many, a line wraps."""
+"""The arrays and operations that are listed of each unit; the others are counted. A line has room for as many."""
 
 _NAMES = {
     "dot_general": "matmul",
@@ -25,14 +25,14 @@ _NAMES = {
     "custom_vjp_call": "kernel",
     "pallas_call": "kernel",
 }
-"""What primitives are called; others by their own names."""
+"""The names of primitives in plain words; others have their own names."""
 
 _FORMS = (*VIEWS, "transpose", "convert_element_type", "split", "slice", "broadcast_in_dim")
 """Primitives whose results are what they take, in another form: an array is named by what computes it."""
 
 
 UnitParts: TypeAlias = Sequence[tuple[KeptValues, int]]
-"""What is kept of some segments of a unit, and of how many."""
+"""The arrays kept of some segments of a unit, and the number of segments."""
 
 
 def keep_words(problems: Sequence[UnitProblem], chosen: Sequence[UnitParts]) -> tuple[str | int, ...]:

@@ -210,8 +210,8 @@ class StageSearch:
         return f"{layers} layers, {count} devices and {examples} examples do not divide into stages and microbatches"
 
     def microbatches(self, stages: int, splits: int, most: int) -> int:
-        """The most microbatches up to a number of which all devices inside of a stage have examples, as many for each
-        stage; 0 where there are none."""
+        """The most microbatches up to a number for which all devices inside of a stage have examples, as many for each
+        stage; 0 if there are none."""
         request, examples = self.search.microbatches, self.problem.loss.batch_size
         most = min(most, examples // splits)
         counts = range(stages, most + 1, stages) if request is None else (request,)

@@ -33,16 +33,16 @@ class LayerLoop:
 
     @property
     def layer_count(self) -> int:
-        """How many layers there are."""
         return self.equation.params["length"]
 
     @classmethod
     def of(cls, program: ClosedJaxpr, batched: Sequence[bool]) -> "LayerLoop":
-        """Cuts a program `with_layer_loop`; `batched` says which of its inputs are those of a microbatch."""
+        """Cuts a program `with_layer_loop`; `batched` marks the inputs that are a microbatch's."""
         jaxpr = program.jaxpr
         index, _ = _main_loop(program)
         equation = jaxpr.eqns[index]
         needed, first, rest = set(_reads([equation])), [], [*jaxpr.eqns[index + 1 :]]
+        # Only what the loop needs runs before it: the loss and the like have to wait for the last stage.
         for each in reversed(jaxpr.eqns[:index]):
             if any(var in needed for var in each.outvars):
                 needed.update(_reads([each]))
@@ -125,7 +125,7 @@ def _check_layers(loop: Any, by_microbatch: Collection[Any]) -> None:
 
 
 def _inside(equation: Any) -> Iterator[Any]:
-    """The equations of all programs in an equation, but not those of kernels: several at once have a larger grid."""
+    """The equations of all programs in an equation, except for kernels: several at once have a larger grid."""
     if equation.primitive.name != "pallas_call":
         for program in programs_in(equation):
             for each in open_jaxpr(program).eqns:

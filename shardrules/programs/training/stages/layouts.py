@@ -1,7 +1,8 @@
-"""Which layouts arrays may take in a loop over stages: the mesh axis of the stages splits their dim, and nothing else.
+"""The layouts that arrays may take in a loop over stages: the mesh axis of the stages splits their dim, and nothing
+else.
 
-What devices compute in a tick is one stage each. Any other use of the axis there brings the arrays of a stage to all
-devices and back, so that a search need not look for it.
+In a tick each device computes one stage. Any other use of the axis there brings the arrays of a stage to all devices
+and back, so that a search need not look for it.
 """
 
 import numpy as np
@@ -48,7 +49,7 @@ def stage_layouts(problem: Problem, stages: int, ticks: int) -> list[np.ndarray]
 
 
 def _is_in_ticks(problem: Problem, region: int, ticks: int) -> bool:
-    """Whether a part of the program is the loop over ticks, or inside of it."""
+    """A part of the program is the loop over ticks, or inside of it."""
     regions = problem.program.regions
     while regions[region].parent >= 0:
         parent = regions[region].parent

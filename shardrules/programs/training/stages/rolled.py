@@ -52,7 +52,7 @@ def rolled(program: ClosedJaxpr) -> ClosedJaxpr | None:
 
 
 _Column = tuple[Any, ...]
-"""What each of the segments has in one place: an operand of an equation, or a result."""
+"""The entries of all segments in one place: an operand of an equation, or a result."""
 
 
 @final
@@ -73,7 +73,7 @@ class _Layers:
         free = layers.free()
         if any(index not in free for index in different):
             return None
-        # Of stacked weights each stage gets those of its layers, where they are taken apart before the loop.
+        # Of stacked weights each stage gets its layers' weights, where they are taken apart before the loop.
         literals = (index for index in free if layers.has_other_literals(index) and not layers.grows(index))
         first = dict.fromkeys((*different, *literals))
         for index in reversed(range(run.length)):
@@ -102,11 +102,11 @@ class _Layers:
         return zip(*(equation.invars for equation in self.equations(index)), strict=True)
 
     def has_other_literals(self, index: int) -> bool:
-        """Whether segments have other constants in an equation."""
+        """Segments have other constants in an equation."""
         return any(isinstance(column[0], Literal) and not _is_one_value(column) for column in self.columns(index))
 
     def grows(self, index: int) -> bool:
-        """Whether an equation computes more than the largest array that it reads."""
+        """An equation computes more than the largest array that it reads."""
         equation = self.equations(index)[0]
         return sum(map(nbytes_of, equation.outvars)) > max(map(nbytes_of, equation.invars), default=0)
 
@@ -121,7 +121,7 @@ class _Layers:
         }
 
     def source(self, var: Any) -> tuple[int, int, int] | None:
-        """Where an operand is computed in the loop; `None` if it is computed before."""
+        """The place at which an operand is computed in the loop; `None` if it is computed before."""
         source = None if isinstance(var, Literal) else self.sources.get(var)
         return None if source is None or source[1] in self.first else source
 
@@ -143,7 +143,7 @@ class _Layers:
 
     @functools.cached_property
     def inputs(self) -> "_Inputs | None":
-        """What the loop reads; `None` where segments read others than the one before, or not in the same way."""
+        """The inputs of the loop; `None` if segments read others than the one before, or not in the same way."""
         inputs = _Inputs()
         for index in self.rest:
             for column in self.columns(index):
@@ -250,14 +250,14 @@ class _Layers:
 @final
 @attrs.frozen(eq=False)
 class _Inputs:
-    """What the loop reads, by key of the columns."""
+    """The inputs of the loop, by key of the columns."""
 
     consts: dict[Any, _Column] = attrs.field(factory=dict)
-    """What is the same for all segments."""
+    """The arrays that all segments share."""
     carry: dict[Any, tuple[Any, tuple[int, int]]] = attrs.field(factory=dict)
-    """What the first segment reads, and which result of a segment the next reads instead."""
+    """The arrays that the first segment reads, and the result of a segment that the next reads instead."""
     pieces: dict[Any, _Column] = attrs.field(factory=dict)
-    """What each segment has of its own."""
+    """The arrays that each segment has of its own."""
 
     def columns(self) -> Iterator[_Column]:
         yield from self.consts.values()
@@ -271,7 +271,7 @@ def _reading(equations: Sequence[Any], variables: dict[Any, Any]) -> list[Any]:
 
 
 def _key(column: _Column) -> Any:
-    """What tells columns apart."""
+    """The identity of a column."""
     return tuple(literal_value(var) if isinstance(var, Literal) else var for var in column)
 
 
@@ -280,12 +280,12 @@ def _is_one_value(column: _Column) -> bool:
 
 
 def _is_alike(column: _Column) -> bool:
-    """Whether what the first segment reads has the shape and dtype of what the others read."""
+    """The first segment reads arrays of the same shape and dtype as the others."""
     return len({(var.aval.shape, var.aval.dtype) for var in column}) == 1
 
 
 def _is_same(equations: Sequence[Any]) -> bool:
-    """Whether equations compute the same from their operands, and have the same derivative."""
+    """Equations compute the same from their operands, and have the same derivative."""
     first, *others = equations
     return all(equal_params(first, each, _derivative) for each in others)
 

@@ -48,14 +48,14 @@ class StagedProgram:
     program: ClosedJaxpr
     """With a loop for its layers."""
     batched: Sequence[bool]
-    """Which inputs are those of a microbatch."""
+    """The inputs that are a microbatch's."""
     stages: int
     microbatches: int
     """As many for each stage."""
     chunks: int = 1
-    """How many groups of layers a stage has."""
+    """The number of groups of layers that a stage has."""
     dtype: Any = None
-    """What gradients of layers add up in; by default at least float32."""
+    """The dtype in which gradients of layers add up; by default at least float32."""
 
     def summed(self, count: int) -> Callable[..., list[Any]]:
         """A function that returns the sums of the first results over the microbatches, and the others stacked."""
@@ -97,6 +97,7 @@ class StagedProgram:
         computed = dict.fromkeys(var for equation in body.eqns for var in equation.outvars)
         results = [var for var in dict.fromkeys(body.outvars) if not isinstance(var, Literal) and var in computed]
         run = jaxpr_as_fun(ClosedJaxpr(body.replace(outvars=results), ()))
+        # Without a batched operand `jax.vmap` would refuse, and a shared array runs once.
         dims = [0 if var in self.loop.by_microbatch else None for var in body.invars]
         if any(dim == 0 for dim in dims):
             run = jax.vmap(run, tuple(dims), [0 if var in self.loop.by_microbatch else None for var in results])
@@ -137,14 +138,14 @@ class StagedProgram:
         return [*map(self._results, queues), *map(self._stacked, stacked)]
 
     def _entered(self, tick: Any) -> Any:
-        """How many microbatches have come to the first stage for the first time before a tick."""
+        """The number of microbatches that have come to the first stage for the first time before a tick."""
         if self.chunks == 1:
             return tick
         turn, rest = _divided(tick, self.stages * self.chunks)
         return turn * self.stages + jnp.minimum(rest, self.stages)
 
     def _enters(self, tick: Any) -> Any:
-        """Whether another comes in this tick."""
+        """Another comes in this tick."""
         return lax.rem(tick, jnp.int32(self.stages * self.chunks)) < self.stages
 
     def _visits(self, tick: Any) -> tuple[Any, Any]:
@@ -157,14 +158,14 @@ class StagedProgram:
         return turn * self.stages + place, chunk
 
     def _heads(self, queues: Sequence[Any], count: Any) -> list[Any]:
-        """What is at the heads of queues after so many microbatches."""
+        """The heads of queues after so many microbatches."""
         place = lax.rem(count, jnp.int32(self._length))
         return [on_stages(lax.dynamic_index_in_dim(queue, place, 1, keepdims=False)) for queue in queues]
 
     def _arriving(self, tick: Any, outputs: Any, heads: Any) -> Any:
-        """What stages get: the first what waits at its head, the others what the stage before has computed.
+        """The inputs of stages: the head of its queue for the first, the outputs of the stage before for the others.
 
-        With chunks the first gets what the last has computed, where no other microbatch comes.
+        With chunks the first gets the outputs of the last, if no other microbatch comes.
         """
         if self.chunks == 1:
             return _exchanged(stage_inputs, outputs, heads)
@@ -181,22 +182,22 @@ class StagedProgram:
 
     @property
     def _length(self) -> int:
-        """How many microbatches wait with each stage."""
+        """The number of microbatches that wait with each stage."""
         return self.microbatches // self.stages
 
     @property
     def _stage_dim(self) -> int:
-        """Which dim of the pieces of layers has the stages."""
+        """The dim of the pieces of layers that has the stages."""
         return 1 if self.chunks == 1 else 2
 
     @property
     def _place_count(self) -> int:
-        """How many layers all stages have room for."""
+        """The number of layers that all stages have room for."""
         return self._depth * self.chunks * self.stages
 
     @property
     def _depth(self) -> int:
-        """How many layers a chunk of a stage has."""
+        """The number of layers of a chunk of a stage."""
         return -(-self.loop.layer_count // (self.chunks * self.stages))
 
     def _run_stages(
@@ -237,7 +238,7 @@ class StagedProgram:
         return lax.scan(step, list(inputs), (rows, jnp.asarray(is_layer)))
 
     def _summing(self, array: Any, is_shared: bool) -> Any:
-        """What all ticks read, such as weights, so that its gradients add up in the dtype for sums."""
+        """An array that all ticks read, such as a weight, so that its gradients add up in the dtype for sums."""
         wide = accumulation_dtype(array.dtype, self.dtype)
         if not is_shared or not jnp.issubdtype(array.dtype, jnp.inexact) or wide == array.dtype:
             return array
@@ -265,18 +266,18 @@ class StagedProgram:
         return array.transpose(dims)
 
     def _queue(self, array: Any, is_shared: bool) -> Any:
-        """What microbatches start with, as [stages, microbatches that wait there, ...]."""
+        """The arrays that microbatches start with, as [stages, microbatches that wait there, ...]."""
         if is_shared:
             array = jnp.broadcast_to(array, (self.microbatches, *jnp.shape(array)))
         return on_stages(array.reshape(self.stages, self._length, *array.shape[1:]))
 
     def _results(self, queue: Any) -> Any:
-        """What microbatches end with, in their order."""
+        """The arrays that microbatches end with, in their order."""
         shift = (self.stages - 1) % self._length
         return jnp.roll(queue, -shift, 1).reshape(self.microbatches, *queue.shape[2:])
 
     def _stacked(self, array: Any) -> Any:
-        """What layers stacked, [ticks, layers of a stage, stages, ...], by microbatch and layer."""
+        """The arrays that layers stacked, [ticks, layers of a stage, stages, ...], by microbatch and layer."""
         stages = np.arange(self.stages)
         turn, place = np.divmod(np.arange(self.microbatches), self.stages if self.chunks > 1 else self.microbatches)
         visits = (turn * self.chunks * self.stages + place)[:, None] + self.stages * np.arange(self.chunks)
@@ -298,7 +299,7 @@ def _read(array: Any) -> Any:
 
 @jax.custom_vjp
 def _with_gradient(array: Any, total: Any) -> Any:
-    """An array whose gradient is that of `total`."""
+    """An array with the gradient of `total`."""
     del total
     return array
 
@@ -357,7 +358,7 @@ def _region_of(exchange: Callable[..., Any], count: int, ndim: int) -> Callable[
 
 
 def is_stage_exchange(name: str) -> bool:
-    """Whether the region of a name is one of these, or its backward pass."""
+    """The name is of one of these regions, or of its backward pass."""
     return name.removesuffix("_backward") in {each.__name__ for each in (stage_inputs, stage_ring, stage_queues)}
 
 

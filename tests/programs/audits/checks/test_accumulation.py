@@ -7,10 +7,10 @@ import pytest
 
 import shardrules as sr
 from shardrules.programs.audits.checks.accumulation import check_accumulation
+from shardrules.programs.audits.timing import Timing
 from shardrules.programs.compiled.collectives import find_collectives
 from shardrules.programs.compiled.flow import Value
 from shardrules.programs.compiled.program import read_program
-from shardrules.programs.compiled.uses import uses
 from shardrules.programs.machine.targets import Target
 
 MEAN = """
@@ -140,16 +140,14 @@ def test_stacks_of_which_only_the_sum_is_used_are_totals(end: str, count: int) -
 def findings(text: str) -> list[sr.Finding]:
     program = read_program(text)
     target = Target.parse("cpu:8")
-    facts: Any = SimpleNamespace(
+    collectives = find_collectives(program, sr.create_mesh("data:8"), target)
+    movement: Any = SimpleNamespace(
         program=program,
-        collectives=find_collectives(program, sr.create_mesh("data:8"), target),
-        hardware=target.hardware,
-        memory=SimpleNamespace(peak_bytes=0),
-        is_on_cpu=True,
-        sizes={"data": 8},
-        time=SimpleNamespace(seconds=1.0),
+        collectives=collectives,
+        arguments=SimpleNamespace(sizes={"data": 8}),
+        timing=Timing(program, collectives, (), target.hardware),
+        has_room_for=lambda nbytes: True,
         parameters_like=lambda *_: (),
         results_of=lambda collective: ((Value(collective.computation, collective.name),),),
-        uses_of=lambda values, passes_on: tuple(uses(program, values, passes_on)),
     )
-    return list(check_accumulation(facts))
+    return list(check_accumulation(movement))

@@ -7,11 +7,11 @@ import pytest
 
 import shardrules as sr
 from shardrules.programs.audits.checks.dtypes import check_wire_dtypes
+from shardrules.programs.audits.timing import Timing
 from shardrules.programs.compiled.collectives import find_collectives
 from shardrules.programs.compiled.flow import Value
 from shardrules.programs.compiled.program import read_program
 from shardrules.programs.compiled.text import ArrayType
-from shardrules.programs.compiled.uses import uses
 from shardrules.programs.compiling.roundings import Rounding
 from shardrules.programs.machine.targets import Target
 
@@ -37,19 +37,16 @@ ENTRY %e (w: f32[128,1024]) -> (bf16[1024,1024], f32[SIZE]) {
 def findings(text: str, *roundings: Rounding) -> list[sr.Finding]:
     program = read_program(text)
     target = Target.parse("cpu:8")
-    facts: Any = SimpleNamespace(
+    collectives = find_collectives(program, sr.create_mesh("data:8"), target)
+    movement: Any = SimpleNamespace(
         program=program,
-        collectives=find_collectives(program, sr.create_mesh("data:8"), target),
-        hardware=target.hardware,
-        is_on_cpu=False,
-        roundings=roundings,
-        sizes={"data": 8},
-        time=SimpleNamespace(seconds=1.0),
-        paths_of=lambda names: (),
+        collectives=collectives,
+        arguments=SimpleNamespace(is_on_cpu=False, sizes={"data": 8}, paths_of=lambda names: ()),
+        function=SimpleNamespace(roundings=roundings),
+        timing=Timing(program, collectives, (), target.hardware),
         results_of=lambda collective: ((Value(collective.computation, collective.name),),),
-        uses_of=lambda values, passes_on: tuple(uses(program, values, passes_on)),
     )
-    return list(check_wire_dtypes(facts))
+    return list(check_wire_dtypes(movement))
 
 
 @pytest.mark.parametrize(("size", "count"), [("1024", 1), ("1024,512", 0)])

@@ -1,8 +1,9 @@
 """Each finding of an audit where it should be, with array, axis, line and numbers; and none in a clean twin."""
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, final
 
 import attrs
 import equinox as eqx
@@ -75,14 +76,6 @@ def test_closed_forms_have_no_problems(name: str, target: str) -> None:
 @pytest.mark.parametrize("name", ROLES)
 def test_closed_forms_with_roles_have_no_problems(name: str, target: str) -> None:
     assert closed(name, target, True).problems == ()
-
-
-@targets
-def test_data_parallel_equinox_has_no_problems(target: str) -> None:
-    model = eqx.filter_eval_shape(lambda: eqx.nn.MLP(64, 8, 128, 2, key=jax.random.key(0)))
-    grad = eqx.filter_value_and_grad(lambda model, x: jnp.sum(jax.vmap(model)(x) ** 2))
-    report = audit(grad, model, X, axes="data:8", in_shardings=(P(), P("data")), target=target)
-    assert report.problems == ()
 
 
 @targets
@@ -192,36 +185,20 @@ def test_weights_of_fully_sharded_plans_are_a_note(target: str) -> None:
     assert f"{sent / 1024:,.1f} KiB on the wire" in finding.message
 
 
-# ---- weights that fight activations ----
+# ---- one finding, and twins without it ----
 
 
 def column(w: Any, x: Any) -> Any:
     h = jnp.tanh(x @ w)  # <column>
-    return con(h, "data", None)
+    return con(h, "data", None)  # <rows>
 
 
-@targets
-def test_a_weight_in_conflict_with_a_constraint(target: str) -> None:
-    """The columns of the weight and of its product are split, and a constraint requests whole rows."""
-    report = audit(column, W, X, in_shardings=(P(None, "model"), P("data")), target=target)
-    finding = only(report, "gathered-activation")
-    assert (finding.severity, finding.axis) == ("warning", "model")
-    assert "1 x all-gather over model, largest array f32[12,1536]: 36.0 KiB on the wire" in finding.message
-    assert finding.source in (line_of(column, "column"), f"{__file__}:{column.__code__.co_firstlineno + 2}")
-    assert re.search(r"nearby: .*\bw\b", finding.message)
+def wide(w: Any, x: Any) -> Any:
+    return con(jnp.tanh(x @ w), "data", "model")  # <wide>
 
 
-@targets
-def test_a_weight_that_agrees_with_it(target: str) -> None:
-    def agreed(w: Any, x: Any) -> Any:
-        return con(jnp.tanh(x @ w), "data", "model")
-
-    assert audit(agreed, W, X, in_shardings=(P(None, "model"), P("data")), target=target).problems == ()
-
-    def rows(w: Any, x: Any) -> Any:
-        return con(x @ w, "data", None)
-
-    assert audit(rows, W, X, in_shardings=(P("model"), P("data", "model")), target=target).problems == ()
+def rows(w: Any, x: Any) -> Any:
+    return con(x @ w, "data", None)
 
 
 def two_columns(params: Any, x: Any) -> Any:
@@ -229,57 +206,8 @@ def two_columns(params: Any, x: Any) -> Any:
     return con(h @ params["down"], "data", "model")  # <second>
 
 
-@targets
-def test_two_conflicting_weights_gather_an_activation(target: str) -> None:
-    """Column and column again: the hidden layer is split, and the second matrix wants all of it."""
-    params = {"up": W, "down": f32(1536, 64)}
-    shardings = ({"up": P(None, "model"), "down": P(None, "model")}, P("data"))
-    report = audit(two_columns, params, X, in_shardings=shardings, target=target)
-    finding = only(report, "gathered-activation")
-    assert (finding.severity, finding.axis) == ("warning", "model")
-    assert finding.source in (line_of(two_columns, "first"), line_of(two_columns, "second"))
-    assert re.search(r"largest array (f32|bf16)\[12,1536\]", finding.message)
-
-    def agreed(params: Any, x: Any) -> Any:
-        return con(jnp.tanh(x @ params["up"]) @ params["down"], "data")
-
-    shardings = ({"up": P(None, "model"), "down": P("model")}, P("data"))
-    assert audit(agreed, params, X, in_shardings=shardings, target=target).problems == ()
-
-
-def wide(w: Any, x: Any) -> Any:
-    return con(jnp.tanh(x @ w), "data", "model")  # <wide>
-
-
-@targets
-def test_a_gathered_argument_is_a_warning(target: str) -> None:
-    """The batch is split in its features, too, over the axis that splits the columns of the weight."""
-    report = audit(wide, W, X, in_shardings=(P(None, "model"), P("data", "model")), target=target)
-    finding = only(report, "gathered")
-    assert (finding.severity, finding.axis, finding.source) == ("warning", "model", line_of(wide, "wide"))
-    assert "The plan splits x over model" in finding.message
-    assert ("768 B" if "bf16" in finding.message else "1.5 KiB") in finding.message
-    assert audit(wide, W, X, in_shardings=(P(None, "model"), P("data")), target=target).problems == ()
-
-
-@targets
-def test_requested_moves_are_no_finding(target: str) -> None:
-    """A weight that a constraint gathers, results with requested shardings, and constraints at both ends of a move."""
-
-    def by_hand(w: Any, x: Any) -> Any:
-        return con(x @ con(w, None, None), "data")
-
-    def turned(x: Any) -> Any:
-        return con(jnp.sin(con(jnp.cos(x), "data")), None, "data")
-
-    by_constraint = audit(by_hand, W, X, axes="data:8", in_shardings=(P(None, "data"), P("data")), target=target)
-    assert by_constraint.problems == ()
-    result = audit(lambda x: (x.sum(), x), X, in_shardings=P("data"), out_shardings=(None, P()), target=target)
-    assert result.problems == ()
-    assert [collective.kind for collective in result.collectives if collective.payload_bytes > 4] == ["all-gather"]
-    moved = audit(turned, f32(64, 64), in_shardings=P("data"), target=target)
-    assert moved.problems == ()
-    assert [collective.kind for collective in moved.collectives] == ["all-to-all"]
+def column_then_row(params: Any, x: Any) -> Any:
+    return con(jnp.tanh(x @ params["up"]) @ params["down"], "data")
 
 
 def ordered(w: Any, x: Any) -> Any:
@@ -287,15 +215,180 @@ def ordered(w: Any, x: Any) -> Any:
     return h * 2 - jnp.sort(h, axis=0)  # <sorted>
 
 
+def ten_rows(w: Any, x: Any) -> Any:
+    h = lax.with_sharding_constraint(x @ w, P(("data", "model")))  # <ten>
+    return h.sum()
+
+
+def used(w: Any, x: Any, y: Any) -> Any:
+    return jnp.sum((x @ w - y) ** 2)  # <used>
+
+
+def constrained(w: Any, x: Any) -> Any:
+    return con(con(x, "data") @ w, "data")  # <constrained>
+
+
+def until(w: Any, x: Any) -> Any:
+    return lax.while_loop(lambda x: jnp.max(x) > 3, lambda x: jnp.sin(x @ w), x)  # <until>
+
+
+def counted(w: Any, x: Any) -> Any:
+    return lax.fori_loop(0, 10, lambda _, x: jnp.sin(x @ w), x)
+
+
+def recomputed(w: Any, x: Any) -> Any:
+    return jax.grad(lambda w: jnp.sum(jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w) @ w))(x)))(w)
+
+
+def by_constraint(w: Any, x: Any) -> Any:
+    return con(x @ con(w, None, None), "data")
+
+
+def data_parallel(model: Any, x: Any) -> Any:
+    return eqx.filter_value_and_grad(lambda model: jnp.sum(jax.vmap(model)(x) ** 2))(model)
+
+
+def turned(x: Any) -> Any:
+    return con(jnp.sin(con(jnp.cos(x), "data")), None, "data")
+
+
+def with_small_arguments(w: Any, x: Any, y: Any, key: Any, rate: Any, mask: Any) -> Any:
+    noise = jax.random.normal(key, (1536,))
+    return jnp.sum((x @ w + noise - y) ** 2) * rate + mask.sum()
+
+
+@final
+@attrs.frozen
+class Program:
+    """A function with its arguments and their specs."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    specs: tuple[Any, ...]
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    def audit(self, target: str) -> AuditReport:
+        return audit(self.fn, *self.args, in_shardings=self.specs, target=target, **self.options)
+
+
+@final
+@attrs.frozen
+class Case:
+    """A program with a finding, at one of the marked lines; and twins without problems."""
+
+    program: Program
+    code: str
+    markers: tuple[str, ...]
+    texts: tuple[str, ...]
+    """Patterns in the message."""
+    twins: tuple[Program, ...] = ()
+    axis: str | None = None
+    path: str = ""
+    severity: str = "warning"
+
+
+PARAMS = {"up": W, "down": f32(1536, 64)}
+ROWS, COLUMNS, BOTH = P("data"), P(None, "model"), P(("data", "model"))
+EIGHT = {"axes": "data:8"}
+SQUARE = f32(64, 64)
+CASES = (
+    # The columns of the weight and of its product are split, and a constraint requests whole rows.
+    Case(
+        Program(column, (W, X), (COLUMNS, ROWS)),
+        "gathered-activation",
+        ("column", "rows"),
+        (r"1 x all-gather over model, largest array f32\[12,1536\]: 36\.0 KiB on the wire", r"nearby: .*\bw\b"),
+        (Program(wide, (W, X), (COLUMNS, ROWS)), Program(rows, (W, X), (P("model"), P("data", "model")))),
+        axis="model",
+    ),
+    # Column and column again: the hidden layer is split, and the second matrix wants all of it.
+    Case(
+        Program(two_columns, (PARAMS, X), ({"up": COLUMNS, "down": COLUMNS}, ROWS)),
+        "gathered-activation",
+        ("first", "second"),
+        (r"largest array (f32|bf16)\[12,1536\]",),
+        (Program(column_then_row, (PARAMS, X), ({"up": COLUMNS, "down": P("model")}, ROWS)),),
+        axis="model",
+    ),
+    # The batch is split in its features, too, over the axis that splits the columns of the weight.
+    Case(
+        Program(wide, (W, X), (COLUMNS, P("data", "model"))),
+        "gathered",
+        ("wide",),
+        ("The plan splits x over model", r"bf16.*768 B|f32.*1\.5 KiB"),
+        (Program(wide, (W, X), (COLUMNS, ROWS)),),
+        axis="model",
+    ),
+    # Rows are split, and sorted along their columns.
+    Case(
+        Program(ordered, (W, X), (P(), ROWS), EIGHT),
+        "resharding",
+        ("sorted",),
+        ("all-to-all over data",),
+        (Program(ordered, (W, X), (P(None, "data"), P()), {**EIGHT, "roles": WEIGHTS}),),
+        axis="data",
+    ),
+    Case(
+        Program(ten_rows, (W, f32(10, 64)), (P(), P())),
+        "weakened",
+        ("ten",),
+        (r"\('data', 'model'\)", r"\(10, 1536\)", "dimension 0"),
+        (Program(ten_rows, (W, f32(16, 64)), (P(), BOTH)),),
+    ),
+    Case(
+        Program(used, (W, X, f32(48, 1536)), (P(), P(), ROWS)),
+        "unsharded-batch",
+        ("used",),
+        ("each of the 8 devices gets all of it",),
+        path="x",
+    ),
+    Case(
+        Program(constrained, (W, X), (P(), None)),
+        "unsharded-batch",
+        ("constrained", "con"),
+        ("no spec says how to split it|gets all of it",),
+        path="x",
+    ),
+    Case(
+        Program(until, (SQUARE, X), (P(), BOTH)),
+        "unknown-loop",
+        ("until",),
+        ("the length of a loop is unknown",),
+        (Program(counted, (SQUARE, X), (P(), BOTH)), Program(recomputed, (SQUARE, X), (P(), BOTH))),
+        severity="note",
+    ),
+)
+MLP = eqx.filter_eval_shape(lambda: eqx.nn.MLP(64, 8, 128, 2, key=jax.random.key(0)))
+TWINS = (
+    *(twin for case in CASES for twin in case.twins),
+    # Moves that are requested: a weight that a constraint gathers, and constraints at both ends of a move.
+    Program(by_constraint, (W, X), (P(None, "data"), ROWS), EIGHT),
+    Program(turned, (SQUARE,), (ROWS,)),
+    Program(data_parallel, (MLP, X), (P(), ROWS), EIGHT),
+    Program(lambda x: (x.sum(), x), (X,), (ROWS,), {"out_shardings": (None, P())}),
+    Program(
+        with_small_arguments,
+        (W, X, f32(48, 1536), jax.random.key(0), f32(), f32(3)),
+        (P(), BOTH, BOTH, None, None, None),
+        {"roles": ("parameters", *["batch"] * 5)},
+    ),
+)
+
+
 @targets
-def test_resharding_is_a_warning(target: str) -> None:
-    """Rows are split, and sorted along their columns."""
-    report = audit(ordered, W, X, axes="data:8", in_shardings=(P(), P("data")), target=target)
-    finding = only(report, "resharding")
-    assert (finding.severity, finding.axis, finding.source) == ("warning", "data", line_of(ordered, "sorted"))
-    assert "all-to-all over data" in finding.message
-    columns = audit(ordered, W, X, axes="data:8", in_shardings=(P(None, "data"), P()), roles=WEIGHTS, target=target)
-    assert columns.problems == ()
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.code} of {case.program.fn.__name__}")
+def test_a_finding_has_its_line_axis_and_numbers(case: Case, target: str) -> None:
+    finding = only(case.program.audit(target), case.code)
+    assert (finding.severity, finding.axis, finding.path) == (case.severity, case.axis, case.path)
+    assert finding.source in [line_of(con if marker == "con" else case.program.fn, marker) for marker in case.markers]
+    assert all(re.search(text, finding.message) for text in case.texts), finding.message
+    assert finding.remedy or finding.severity == "note"
+
+
+@targets
+@pytest.mark.parametrize("program", TWINS, ids=lambda program: program.fn.__name__)
+def test_a_twin_has_no_problems(program: Program, target: str) -> None:
+    assert program.audit(target).problems == ()
 
 
 # ---- moves by hand ----
@@ -343,23 +436,6 @@ def test_gradients_of_explicit_collectives_are_no_finding(target: str) -> None:
 # ---- constraints and specs that cannot be ----
 
 
-def ten_rows(w: Any, x: Any) -> Any:
-    h = lax.with_sharding_constraint(x @ w, P(("data", "model")))  # <ten>
-    return h.sum()
-
-
-@targets
-def test_a_constraint_that_does_not_divide(target: str) -> None:
-    report = audit(ten_rows, W, f32(10, 64), in_shardings=(P(), P()), target=target)
-    finding = only(report, "weakened")
-    assert (finding.severity, finding.source) == ("warning", line_of(ten_rows, "ten"))
-    for text in ("('data', 'model')", "(10, 1536)", "dimension 0"):
-        assert text in finding.message
-    assert finding.remedy
-    twin = audit(ten_rows, W, f32(16, 64), in_shardings=(P(), P(("data", "model"))), target=target)
-    assert twin.problems == ()
-
-
 def typo(w: Any, x: Any) -> Any:
     return lax.with_sharding_constraint(x @ w, P("data", "modle")).sum()  # <typo>
 
@@ -391,48 +467,6 @@ def test_a_plan_with_a_typo(target: str) -> None:
 
 
 # ---- the batch ----
-
-
-def used(w: Any, x: Any, y: Any) -> Any:
-    return jnp.sum((x @ w - y) ** 2)  # <used>
-
-
-@targets
-def test_a_batch_that_is_not_split(target: str) -> None:
-    report = audit(used, W, X, f32(48, 1536), in_shardings=(P(), P(), P("data")), target=target)
-    finding = only(report, "unsharded-batch")
-    assert (finding.severity, finding.path, finding.shape, finding.source) == (
-        "warning",
-        "x",
-        (48, 64),
-        line_of(used, "used"),
-    )
-    assert "each of the 8 devices gets all of it" in finding.message
-    assert "P('data')" in finding.remedy
-
-
-@targets
-def test_a_batch_without_a_spec_is_a_warning(target: str) -> None:
-    def constrained(w: Any, x: Any) -> Any:
-        return con(con(x, "data") @ w, "data")
-
-    report = audit(constrained, W, X, in_shardings=(P(), None), target=target)
-    finding = only(report, "unsharded-batch")
-    assert (finding.path, finding.shape) == ("x", (48, 64))
-    assert "no spec says how to split it" in finding.message or "gets all of it" in finding.message
-
-
-@targets
-def test_small_whole_arguments_are_no_finding(target: str) -> None:
-    def step(w: Any, x: Any, y: Any, key: Any, rate: Any, mask: Any) -> Any:
-        noise = jax.random.normal(key, (1536,))
-        return jnp.sum((x @ w + noise - y) ** 2) * rate + mask.sum()
-
-    args = W, X, f32(48, 1536), jax.random.key(0), f32(), f32(3)
-    shardings = (P(), P(("data", "model")), P(("data", "model")), None, None, None)
-    roles = ("parameters", *["batch"] * 5)
-    report = audit(step, *args, in_shardings=shardings, roles=roles, target=target)
-    assert report.problems == ()
 
 
 def test_every_part_of_a_batch_is_looked_at() -> None:
@@ -484,15 +518,6 @@ def test_branches_and_loops_are_not_repeated_work(target: str) -> None:
     shardings, roles = (None, P(), P(("data", "model"))), ("batch", "parameters", "batch")
     report = audit(step, *args, in_shardings=shardings, roles=roles, target=target)
     assert "replicated-compute" not in codes(report)
-
-
-@targets
-def test_recomputed_work_is_not_repeated_work(target: str) -> None:
-    def loss(w: Any, x: Any) -> Any:
-        return jnp.sum(jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w) @ w))(x))
-
-    report = audit(jax.grad(loss), f32(64, 64), X, in_shardings=(P(), P(("data", "model"))), target=target)
-    assert report.problems == ()
 
 
 # ---- memory ----
@@ -607,24 +632,6 @@ def test_repeated_work_of_equinox_layers_is_a_warning(target: str) -> None:
     model = eqx.filter_eval_shape(lambda: eqx.nn.Linear(64, 1536, key=jax.random.key(0)))
     report = audit(lambda m, x: jax.vmap(m)(x), model, X, in_shardings=(P(), P("data")), target=target)
     assert "2.00 times as many" in only(report, "replicated-compute").message
-
-
-@targets
-def test_a_loop_without_a_known_end(target: str) -> None:
-    def until(w: Any, x: Any) -> Any:
-        return lax.while_loop(lambda x: jnp.max(x) > 3, lambda x: jnp.sin(x @ w), x)  # <until>
-
-    report = audit(until, f32(64, 64), X, in_shardings=(P(), P(("data", "model"))), target=target)
-    finding = only(report, "unknown-loop")
-    assert (finding.severity, finding.source) == ("note", line_of(until, "until"))
-    assert report.model_flops is None
-
-    def counted(w: Any, x: Any) -> Any:
-        return lax.fori_loop(0, 10, lambda _, x: jnp.sin(x @ w), x)
-
-    twin = audit(counted, f32(64, 64), X, in_shardings=(P(), P(("data", "model"))), target=target)
-    assert twin.findings == ()
-    assert twin.flops * 8 == twin.model_flops == 10 * 2 * 48 * 64 * 64
 
 
 # ---- warnings of XLA ----

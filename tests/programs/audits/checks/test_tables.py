@@ -8,6 +8,7 @@ import pytest
 
 import shardrules as sr
 from shardrules.programs.audits.checks.tables import check_tables
+from shardrules.programs.audits.timing import Timing
 from shardrules.programs.compiled.program import read_program
 from shardrules.programs.compiling.roles import PARAMETERS
 
@@ -56,17 +57,15 @@ def findings(body: str, *, has_gradients: bool = True) -> list[sr.Finding]:
         "  ROOT %add = f32[] add(%a, %b)\n}\n\nENTRY %e (w: f32[64,64]) -> f32[64,64] {\n"
         f'  %w = f32[64,64] parameter(0), metadata={{op_name="w"}}{body}  ROOT %end = f32[64,64] copy(%w)\n}}\n'
     )
-    facts: Any = SimpleNamespace(
+    arguments: Any = SimpleNamespace(
         program=program,
-        argument_indices={"w": 0},
-        arguments=(SimpleNamespace(path="w/pos", dtype=jnp.dtype("float32")),),
+        arrays=(SimpleNamespace(path="w/pos", dtype=jnp.dtype("float32")),),
         roles=(PARAMETERS,),
-        has_gradients=has_gradients,
         is_on_cpu=False,
-        hardware=sr.Hardware.named("cuda:h100"),
-        time=SimpleNamespace(seconds=1.0),
+        index_of=lambda value: 0 if value.instruction == "w" else None,
     )
-    return list(check_tables(facts))
+    function: Any = SimpleNamespace(has_gradients=has_gradients)
+    return list(check_tables(arguments, function, Timing(program, (), (), sr.Hardware.named("cuda:h100"))))
 
 
 @pytest.mark.parametrize(("body", "same", "other"), [(GRID, 0, 1), (AXIAL, 0, 1)])

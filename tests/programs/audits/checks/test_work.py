@@ -9,8 +9,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.programs.audits.checks.work import check_repeated_update
+from shardrules.programs.audits.timing import Timing
 from shardrules.programs.compiled.flops import find_matmuls
 from shardrules.programs.compiled.program import read_program
+from shardrules.programs.compiled.text import ArrayType
 
 GRAM = """HloModule m, num_partitions=8
 
@@ -24,20 +26,25 @@ ENTRY %e (w: f32[64,32]) -> f32[64,64] {
 def test_whole_matrices_are_named_without_gathers() -> None:
     program = read_program(GRAM)
     flops = 2 * 64 * 32 * 64
-    facts: Any = SimpleNamespace(
+    matmuls = find_matmuls(program)
+
+    def parameters_shaped(array: ArrayType, whole: tuple[str, ...]) -> list[str]:
+        return ["layers/up"] if (array.shape, whole) == ((64, 32), ("data",)) else []
+
+    movement: Any = SimpleNamespace(
         program=program,
-        matmuls=find_matmuls(program),
         collectives=(),
-        kernels=(),
-        has_gradients=True,
-        flops_by_line={"/user.py:7": (flops, 8 * flops)},
-        hardware=sr.Hardware.named("cuda:h100"),
-        sizes={"data": 8},
-        seconds_of=lambda kernels: 1e-3,
-        time=SimpleNamespace(seconds=1.0),
-        parameters_of=lambda array, whole: ("layers/up",) if (array.shape, whole) == ((64, 32), ("data",)) else (),
+        arguments=SimpleNamespace(parameters_shaped=parameters_shaped),
+        function=SimpleNamespace(
+            compiled_matmuls=matmuls,
+            device_count=8,
+            has_gradients=True,
+            flops_by_line={"/user.py:7": (flops, 8 * flops)},
+            sizes={"data": 8},
+        ),
+        timing=Timing(program, (), matmuls, sr.Hardware.named("cuda:h100")),
     )
-    (finding,) = check_repeated_update(facts)
+    (finding,) = check_repeated_update(movement)
     assert "8.00 times as many; largest array f32[64,32]: modelled" in finding.message
     assert finding.message.endswith("By shape layers/up")
     assert "wire" not in finding.message

@@ -73,7 +73,7 @@ ROWS = pl.BlockSpec((2, 8), lambda i: (i, 0))
 
 
 @jax.jit
-def floor_divide(position: Any, last: Any) -> Any:
+def floor_divide(position: Any, last: Any = 1) -> Any:
     """A function with the name of a division."""
     return last - position
 
@@ -110,6 +110,7 @@ def test_a_mapped_kernel_has_a_dim_that_it_cannot_ask_for() -> None:
         ("two positions write one block", ROWS, pl.BlockSpec((4, 8), lambda i: (i // 2, 0))),
         ("blocks are read backwards", pl.BlockSpec((2, 8), lambda i: (3 - i, 0)), ROWS),
         ("blocks are read backwards by another name", pl.BlockSpec((2, 8), lambda i: (floor_divide(i, 1), 0)), ROWS),
+        ("a call has one operand", pl.BlockSpec((2, 8), lambda i: (floor_divide(i), 0)), ROWS),
         ("blocks are read along the diagonal", pl.BlockSpec((2, 2), lambda i: (i, i)), ROWS),
         ("blocks overlap", pl.BlockSpec((pl.Element(2), pl.Element(8)), lambda i: (i, 0)), ROWS),
         ("blocks do not fill the array", pl.BlockSpec((1, 8), lambda i: (i, 0)), ROWS),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardrules as sr
+from shardrules.programs.autoplan.traced.factors import retraced
 from shardrules.programs.autoplan.traced.factors.retraced import is_made_again, retraced_loops, retraced_params
 from shardrules.programs.autoplan.traced.factors.table import op_signature
 from tests.programs.autoplan.shipped import OPS, PAGES, SHIPPED, integers, kernels_in, loaded, struct
@@ -123,9 +124,16 @@ def test_a_kernel_that_jax_would_not_make_is_whole() -> None:
 
 
 def test_a_kernel_whose_function_takes_other_arguments_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    op, module = paged(), sys.modules[f"{OPS}tpu.paged_attention.paged_attention_kernel"]
+    op, module = paged(20), sys.modules[f"{OPS}tpu.paged_attention.paged_attention_kernel"]
     monkeypatch.setattr(module, "paged_attention", lambda *arrays: arrays[0])
     assert (retraced_loops(op), retraced_params(op, op.operands)) == (None, None)
+
+
+def test_equal_kernels_are_made_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (ragged(sm_scale=0.75) for _ in range(2))
+    loops = retraced_loops(first)
+    monkeypatch.setattr(retraced, "_params", lambda *_: pytest.fail("it is made again"))
+    assert retraced_loops(second) == loops
 
 
 @pytest.mark.parametrize("set_mesh", [jax.set_mesh, lambda mesh: jax.sharding.use_abstract_mesh(mesh.abstract_mesh)])

@@ -15,7 +15,7 @@ from shardrules.programs.compiling.fused_calls import BACKWARD, FORWARD, FP8_BAC
 
 
 def is_maximum(name: str, result_index: int) -> bool:
-    """Whether a result is the maximum of those of the pieces, instead of their sum: the largest elements in 8 bits."""
+    """A result is the maximum over the pieces, instead of their sum: the largest elements in 8 bits."""
     return (name == FP8_FORWARD and result_index in (1, 2)) or (name == FP8_BACKWARD and result_index > 2)
 
 
@@ -73,7 +73,7 @@ def _dims(batch: Hashable, heads: Hashable, head_dim: int) -> list[Hashable]:
 
 
 def _on_pieces(operands: Sequence[Sequence[Hashable]], results: Sequence[Sequence[Hashable]]) -> Loops:
-    """Loops of which a result that lacks one is a sum over it."""
+    """Loops in which a result that lacks one is a sum over it."""
     loops = dict.fromkeys(name for names in operands for name in names if name is not None)
     reduced = [name for name in loops if not all(name in names for names in results)]
     return Loops(operands, results, reduced, is_local=True)
@@ -100,8 +100,8 @@ def _scaled_dot(op: OpSignature) -> Loops | None:
 
 
 def _by_its_author(op: OpSignature) -> Loops | None:
-    """What the author of a function says in an einsum's letters (`sharding_rule`) may be split, which is what the
-    compiler is told. Functions of the types of arrays are not asked."""
+    """The loops that the author of a function says may be split, in an einsum's letters (`sharding_rule`), which the
+    compiler gets, too. Functions of the types of arrays are not asked."""
     rule = op.params["sharding_rule"]
     if not isinstance(rule, SdyShardingRule):
         return None

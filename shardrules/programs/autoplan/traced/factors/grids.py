@@ -57,8 +57,9 @@ def grid_loops(op: OpSignature) -> Loops | None:
 
 def params_of_pieces(op: OpSignature, loops: Loops, shapes: Sequence[tuple[int, ...]]) -> dict[str, Any]:
     """Returns the parameters that a kernel has for pieces of its operands, which have these shapes."""
-    retraced = retraced_params(op, shapes)
-    if retraced is not None:
+    if retraced_loops(op) is not None:
+        retraced = retraced_params(op, shapes)
+        assert retraced is not None, "pieces are such that JAX makes their kernel"
         return retraced
     params = op.params
     mapping, first = params["grid_mapping"], len(shapes) - params["grid_mapping"].num_inputs
@@ -92,7 +93,7 @@ def params_of_pieces(op: OpSignature, loops: Loops, shapes: Sequence[tuple[int, 
 
 
 def _share(estimate: Any, count: int) -> Any:
-    """What one of `count` pieces takes, by the estimate of the whole."""
+    """The estimate for one of `count` pieces, from the estimate for the whole."""
     amounts = {name: value // count for name, value in vars(estimate).items() if isinstance(value, int)}
     return type(estimate)(**{**vars(estimate), **amounts})
 
@@ -152,7 +153,7 @@ def _is_in(var: Any, variables: dict[Any, int | None]) -> bool:
 
 
 def _divided(equation: Any, position: Any) -> int | None:
-    """By what an equation divides a position; `None` where it does anything else."""
+    """The divisor by which an equation divides a position; `None` if it does anything else."""
     if not _is_division(equation) or equation.invars[0] is not position:
         return None
     divisor = getattr(equation.invars[1], "val", None)
@@ -160,11 +161,11 @@ def _divided(equation: Any, position: Any) -> int | None:
 
 
 def _is_division(equation: Any) -> bool:
-    """Whether an equation is `//`, or `jax.lax.div`, which is the same for positions. A call is known by its program:
-    its name may be that of another function."""
+    """An equation is `//`, or `jax.lax.div`, which is the same for positions. A call is known by its program: its name
+    may belong to another function."""
     if equation.primitive.name == "div":
         return True
-    if equation.params.get("name") != "floor_divide":
+    if equation.params.get("name") != "floor_divide" or len(equation.invars) != 2:
         return False
     structs = (jax.ShapeDtypeStruct((), var.aval.dtype, weak_type=var.aval.weak_type) for var in equation.invars)
     (call,) = jax.make_jaxpr(jnp.floor_divide)(*structs).eqns
@@ -172,7 +173,7 @@ def _is_division(equation: Any) -> bool:
 
 
 def _asks_for_position(params: Mapping[str, Any], axis: int) -> bool:
-    """Whether a kernel uses its position along a dim of the grid, or the number of positions.
+    """A kernel uses its position along a dim of the grid, or the number of positions.
 
     Dims that `jax.vmap` added are not its own, and not counted.
     """
@@ -201,9 +202,8 @@ _STATES = ("prng_seed", "prng_random_bits")
 
 
 def _hands_on(params: Mapping[str, Any], axis: int, blocks: Sequence[_Block | None]) -> bool:
-    """Whether a position may find what the one before it along a dim of the grid has left: in scratch, in a result that
-    nothing reads, or in an operand that is written. Nothing is in dims that are declared parallel, or by `jax.vmap`.
-    """
+    """A position may find a value that the one before it along a dim of the grid has left: in scratch, in a result that
+    nothing reads, or in an operand that is written. Nothing is in dims that are declared parallel, or by `jax.vmap`."""
     mapping = params["grid_mapping"]
     if axis in mapping.vmapped_dims:
         return False
@@ -230,7 +230,7 @@ their position: read in the sources of JAX 0.10 and 0.12. They declare few dims 
 
 
 def _semantics(params: Mapping[str, Any]) -> list[str]:
-    """What the author of a kernel for TPUs says of the dims of its grid, in lower case."""
+    """The words of the author of a kernel for TPUs for the dims of its grid, in lower case."""
     options = params["compiler_params"]
     every = options.values() if isinstance(options, Mapping) else [options]
     declared = [semantics for each in every if (semantics := getattr(each, "dimension_semantics", None)) is not None]

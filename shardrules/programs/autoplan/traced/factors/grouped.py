@@ -15,7 +15,8 @@ ROWS = "rows"
 """The loop over tiles of rows."""
 
 TABLES = slice(1, 5)
-"""Where groups start, the group and the rows of each tile, and the first group; before them is the number of tiles."""
+"""The first rows of groups, the group and the rows of each tile, and the first group; before them is the number of
+tiles."""
 
 ROWS_OPERAND = TABLES.stop
 """The operand whose rows are in groups."""
@@ -48,7 +49,7 @@ def kernel_loops(op: OpSignature) -> Loops | None:
 
 
 def is_grouped(params: Any) -> bool:
-    """Whether a Pallas kernel is one of `megablox`, as JAX has them."""
+    """A Pallas kernel is one of `megablox`, as JAX has them."""
     mapping = params["grid_mapping"]
     if not is_from(params, "tpu/megablox/gmm.py") or mapping.num_inputs not in _OPERANDS:
         return False
@@ -66,7 +67,7 @@ def is_grouped(params: Any) -> bool:
 
 
 def sums_rows(params: Any) -> bool:
-    """Whether a kernel of `megablox` sums over rows, and returns a matrix for each group."""
+    """A kernel of `megablox` sums over rows, and returns a matrix for each group."""
     return len(params["out_avals"][0].shape) == 3
 
 

@@ -1,4 +1,4 @@
-"""What the rules of primitives are written in: an operation as a nest of loops, each with a name."""
+"""The language of the rules of primitives: an operation as a nest of loops, each with a name."""
 
 import math
 import sys
@@ -13,7 +13,7 @@ LoopNames: TypeAlias = Sequence[Hashable]
 """For each dim of an array the name of its loop, or `None` where the dim has to be whole."""
 
 ANY, SOME, ONE, TWO, THREE = range(sys.maxsize), range(1, sys.maxsize), range(1, 2), range(2, 3), range(3, 4)
-"""How many operands or results a rule is written for."""
+"""The numbers of operands or results that a rule is written for."""
 
 
 @final
@@ -27,7 +27,7 @@ class OpSignature:
     dtypes: tuple[str, ...]  # of the operands, as JAX prints them
     params: Mapping[str, Any]
     unused: tuple[bool, ...] = ()
-    """Whether nothing reads a result."""
+    """The results that nothing reads."""
 
 
 @final
@@ -42,7 +42,7 @@ class Loops:
     sizes: Mapping[Hashable, int] = attrs.field(factory=dict, hash=False)
     """Sizes of loops that cannot be split into every divisor of their dims."""
     is_local: bool = False
-    """Whether XLA splits the operation only if each device is given its own (`shard_map`): otherwise it gathers."""
+    """XLA splits the operation only if each device is given its own (`shard_map`): otherwise it gathers."""
     shared: Sequence[LoopNames] = ()
     """For each result the loops in `reduced` that it is not computed from: every piece has the same."""
     exchange: Hashable = None
@@ -65,7 +65,7 @@ class LoopRule:
     params: tuple[str, ...] = ()
 
     def covers(self, op: OpSignature) -> bool:
-        """Whether an operation has the arrays and the parameters of the rule: other JAX versions may have others."""
+        """An operation has the arrays and the parameters of the rule: other JAX versions may have others."""
         counts_fit = len(op.operands) in self.operands and len(op.results) in self.results
         return counts_fit and all(name in op.params for name in self.params)
 

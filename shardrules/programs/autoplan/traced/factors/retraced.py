@@ -4,6 +4,7 @@ For pieces of their operands a smaller grid is not enough: JAX's own function ma
 the pieces. From the shapes of the whole it has to make the very kernel that was traced; otherwise nothing is split.
 """
 
+import functools
 import importlib
 import itertools
 import pathlib
@@ -16,6 +17,7 @@ import attrs
 import jax
 from jax.extend.core import Literal
 
+from shardrules.core.jax_state import trace_key
 from shardrules.programs.autoplan.traced.factors.loops import Loops, OpSignature, Shape, loop_sizes
 from shardrules.programs.jaxprs.walk import equations
 
@@ -23,7 +25,7 @@ _KERNELS_OF_JAX = pathlib.Path(jax.__file__).parent / "experimental" / "pallas" 
 
 
 def is_from(params: Mapping[str, Any], *modules: str) -> bool:
-    """Whether a kernel is written in one of these modules of the installed JAX, and not in a copy of it."""
+    """A kernel is written in one of these modules of the installed JAX, and not in a copy of it."""
     return any(f" at {(_KERNELS_OF_JAX / module).as_posix()}:" in _source(params) for module in modules)
 
 
@@ -43,17 +45,36 @@ class _Maker:
     dims: str
     """For each operand and result the loops of its first dims; a dot is a dim that is whole."""
     options: Mapping[str, tuple[Any, ...]] = attrs.field(factory=dict)
-    """What each option may be. `float` and `int` are numbers, which are then among those of the kernel's program."""
+    """The possible values of each option. `float` and `int` are numbers, which are then among the numbers of the
+    kernel's program."""
     kernel: str = ""
     """The name of the kernel, where it makes several."""
 
 
+@final
+@attrs.frozen
+class _Kernel:
+    """A kernel by all that tells it from others: equal ones are found once."""
+
+    text: str
+    operands: tuple[Shape, ...]
+    dtypes: tuple[str, ...]
+    settings: Hashable
+    maker: _Maker = attrs.field(eq=False)
+    op: OpSignature = attrs.field(eq=False)
+
+
 def retraced_loops(op: OpSignature) -> Loops | None:
     """The loops of a kernel that JAX's function makes again; `None` for others."""
-    origin = _origin(op)
-    if origin is None:
+    kernel = _kernel(op)
+    return None if kernel is None else _loops(kernel)
+
+
+@functools.lru_cache(maxsize=256)
+def _loops(kernel: _Kernel) -> Loops | None:
+    options, maker, op = _options(kernel), kernel.maker, kernel.op
+    if options is None:
         return None
-    maker, options = origin
     operands, results = (
         [_names(term, shape) for term, shape in zip(terms.split(","), shapes, strict=False)]
         for terms, shapes in zip(maker.dims.split(" -> "), (op.operands, op.results), strict=True)
@@ -81,13 +102,16 @@ def retraced_loops(op: OpSignature) -> Loops | None:
 
 def retraced_params(op: OpSignature, shapes: Sequence[Shape]) -> dict[str, Any] | None:
     """The parameters of such a kernel for operands of these shapes, which are pieces; `None` for others."""
-    origin = _origin(op)
-    params = None if origin is None else _params(origin[0], op, shapes, origin[1])
+    kernel = _kernel(op)
+    options = None if kernel is None else _options(kernel)
+    if kernel is None or options is None:
+        return None
+    params = _params(kernel.maker, op, shapes, options)
     return params and {**op.params, **{name: params[name] for name in SIZED}}
 
 
 def is_made_again(op: OpSignature, shapes: Sequence[Shape], params: Mapping[str, Any]) -> bool:
-    """Whether JAX's function makes a kernel with these parameters for operands of these shapes."""
+    """JAX's function makes a kernel with these parameters for operands of these shapes."""
     again = retraced_params(op, shapes)
     return again is not None and _text(again) == _text(params)
 
@@ -100,20 +124,24 @@ def _names(term: str, shape: Shape) -> list[str | None]:
     return [None if letter == "." else letter for letter in term.ljust(len(shape), ".")]
 
 
-_PROBE = 1_000_003
-"""Stands for a number of a program, and the integers after it. Chosen by hand: exact in 32 bits, and in no kernel."""
-
-
-def _origin(op: OpSignature) -> tuple[_Maker, Mapping[str, Any]] | None:
-    """What makes a kernel, and the options for which it does; `None` where none makes the same."""
+def _kernel(op: OpSignature) -> _Kernel | None:
+    """A kernel that a function of JAX may have made."""
     makers = (maker for maker in _MAKERS if is_from(op.params, maker.module))
     maker = next((maker for maker in makers if _source(op.params).startswith(maker.kernel)), None)
     if maker is None:
         return None
+    return _Kernel(str(_text(op.params)), tuple(op.operands), tuple(op.dtypes), trace_key(), maker, op)
+
+
+@functools.lru_cache(maxsize=256)
+def _options(kernel: _Kernel) -> Mapping[str, Any] | None:
+    """The options for which JAX's function makes a kernel; `None` where it makes no equal one."""
+    maker, op = kernel.maker, kernel.op
     text, literals = _text(op.params), _literals(op.params)
     for kinds in itertools.product(*maker.options.values()):
         probe = {
-            name: kind(_PROBE + index) if kind in (int, float) else kind
+            # A number that is exact in 32 bits, and in no kernel.
+            name: kind(1_000_003 + index) if kind in (int, float) else kind
             for index, (name, kind) in enumerate(zip(maker.options, kinds, strict=True))
         }
         params = _params(maker, op, op.operands, probe)
@@ -126,7 +154,7 @@ def _origin(op: OpSignature) -> tuple[_Maker, Mapping[str, Any]] | None:
         }
         params = _params(maker, op, op.operands, options)
         if params is not None and _text(params) == text:
-            return maker, options
+            return options
     return None
 
 

@@ -91,7 +91,7 @@ def _update(op: OpSignature) -> Loops | None:
 
 
 def _concatenate(op: OpSignature) -> Loops | None:
-    """Dims other than that of the concatenation may be split."""
+    """All dims but the concatenated one may be split."""
     return same_dims(op, [dim != op.params["dimension"] for dim in range(len(op.results[0]))])
 
 
@@ -102,7 +102,7 @@ def _stack(op: OpSignature) -> Loops | None:
 
 
 def _unstack(op: OpSignature) -> Loops | None:
-    """Dims other than that of the parts may be split."""
+    """All dims but the one of the parts may be split."""
     dims = list(range(len(op.results[0])))
     return Loops([_with_whole_dim(dims, op.params["axis"])], [dims for _ in op.results])
 

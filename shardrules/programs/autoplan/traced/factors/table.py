@@ -39,7 +39,7 @@ EXCHANGE = "exchange of shards"
 @final
 @attrs.frozen
 class Factors:
-    """How the dims of an operation's operands and results go together.
+    """The factors that the dims of an operation's operands and results belong to.
 
     A factor of operands and results is parallel: split alike everywhere, it needs no communication. A factor of results
     only is free: nothing in the operands has to be split. A factor of operands only is in `reduced`.
@@ -60,7 +60,7 @@ class Factors:
     reduced: tuple[int, ...] = ()
     """Factors over which the results that lack them are sums, maxima or the like: one all-reduce completes them."""
     is_local: bool = False
-    """Whether XLA would gather the operands, unless each device is given an operation of its own on its pieces."""
+    """XLA would gather the operands, unless each device is given an operation of its own on its pieces."""
     shared: tuple[tuple[int, ...], ...] = ()
     """For each result the factors in `reduced` that it is not computed from; empty where there are none."""
     exchange: int | None = None
@@ -250,12 +250,12 @@ converged. To find out, devices exchange one byte in each round: splitting them 
 
 
 def is_whole(rule: LoopRule) -> bool:
-    """Whether a rule splits nothing, whatever the operation."""
+    """A rule splits nothing, whatever the operation."""
     return rule.find_loops is _whole
 
 
 def is_elementwise(name: str) -> bool:
-    """Whether each element of a primitive's result comes from the same element of its operands."""
+    """Each element of a primitive's result comes from the same element of its operands."""
     return name in RULES and RULES[name].find_loops is _pointwise
 
 

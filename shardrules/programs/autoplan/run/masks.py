@@ -1,0 +1,140 @@
+"""Arrays that no argument reaches, such as masks, computed where loops read them.
+
+JAX computes them once, in front of a loop. Compilers then keep all of them in memory, and read them in each round; in
+the loop they are part of the kernel that reads them, and take nothing.
+"""
+
+from typing import Any
+
+from jax.extend.core import Jaxpr, Literal, Var
+
+from shardrules.programs.autoplan.traced.calls import InlinedCall, closed_like, open_jaxpr
+from shardrules.programs.autoplan.traced.factors.table import is_elementwise
+from shardrules.programs.jaxprs.walk import scan_counts
+
+_SPREADS = ("broadcast_in_dim", "reshape", "squeeze")
+"""Primitives that are part of the kernel that reads them, besides elementwise ones."""
+
+_COMPUTED = """
+add and clamp convert_element_type div eq ge gt iota le lt max min mul name ne neg not or reduce_precision rem select_n
+sign stop_gradient sub xor
+"""
+"""Primitives that compute an element in less time than it takes to read one."""
+
+_CHEAP = frozenset(_COMPUTED.split())
+
+_LEAST_BYTES = 2**20
+"""The smallest array that is worth it: chosen by hand."""
+
+
+def with_masks_inside(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns a program whose loops compute such arrays; what no longer needs them is dead code.
+
+    ```python
+    from shardrules.programs.autoplan.run.masks import with_masks_inside
+
+    def masked(x, mask):
+        return jnp.where(mask, x, 0.0)
+
+    def layers(x):
+        mask = jnp.tril(jnp.ones((1024, 1024), bool))
+        return jax.lax.scan(lambda x, _: (masked(x, mask), None), x, length=2)[0]
+
+    program = with_masks_inside(jax.make_jaxpr(layers)(jnp.ones((1024, 1024))).jaxpr)
+    (scan,) = [equation for equation in program.eqns if equation.primitive.name == "scan"]
+    assert "iota" in str(scan.params["jaxpr"])
+    ```
+    """
+    makers: dict[Any, Any] = {}
+    equations = []
+    for equation in jaxpr.eqns:
+        if _is_made_from_nothing(equation, makers):
+            makers.update(dict.fromkeys(equation.outvars, equation))
+        else:
+            equation = _with_body(_with_makers(equation, makers))
+        equations.append(equation)
+    is_same = all(new is old for new, old in zip(equations, jaxpr.eqns, strict=True))
+    return jaxpr if is_same else jaxpr.replace(eqns=equations)
+
+
+def _with_body(equation: Any) -> Any:
+    """The equation of a call or a scan whose program computes its own masks."""
+    call, closed = InlinedCall.of(equation), equation.params.get("jaxpr")
+    if call is None and equation.primitive.name != "scan":
+        return equation
+    body = open_jaxpr(closed if call is None else call.jaxpr)
+    changed = with_masks_inside(body)
+    if changed is body:
+        return equation
+    params = {**equation.params, "jaxpr": closed_like(closed, changed)} if call is None else call.params_with(changed)
+    return equation.replace(params=params)
+
+
+def _is_made_from_nothing(equation: Any, makers: dict[Any, Any]) -> bool:
+    return all(isinstance(var, Literal) or var in makers for var in equation.invars) and _is_cheap(equation)
+
+
+def _is_cheap(equation: Any) -> bool:
+    call = InlinedCall.of(equation)
+    if call is not None:
+        return all(map(_is_cheap, open_jaxpr(call.jaxpr).eqns))
+    return equation.primitive.name in _CHEAP or equation.primitive.name in _SPREADS
+
+
+def _with_makers(scan: Any, makers: dict[Any, Any]) -> Any:
+    """The equation of a scan whose body begins with what makes the large arrays among its constants."""
+    if scan.primitive.name != "scan":
+        return scan
+    closed = scan.params["jaxpr"]
+    body = open_jaxpr(closed)
+    const_count, _ = scan_counts(scan.params)
+    inside: dict[Any, Any] = {}
+    inputs = list(body.invars)
+    for index, (var, inner) in enumerate(zip(scan.invars[:const_count], body.invars, strict=False)):
+        is_large = var.aval.size * var.aval.dtype.itemsize >= _LEAST_BYTES
+        if is_large and var in makers and var not in inside and _is_read_in_passing(body, inner):
+            inside[var] = inner
+            inputs[index] = Var(inner.aval)
+    if not inside:
+        return scan
+    first: list[Any] = []
+    _make([*inside], makers, inside, first)
+    changed = body.replace(invars=inputs, eqns=[*first, *body.eqns])
+    return scan.replace(params={**scan.params, "jaxpr": closed_like(closed, changed)})
+
+
+def _make(variables: list[Any], makers: dict[Any, Any], inside: dict[Any, Any], equations: list[Any]) -> None:
+    """Appends copies of what makes variables, those that they are made from first."""
+    done = {var for equation in equations for var in equation.outvars}
+    for var in variables:
+        if isinstance(var, Literal) or inside.get(var) in done:
+            continue
+        maker = makers[var]
+        _make(maker.invars, makers, inside, equations)
+        operands = [each if isinstance(each, Literal) else inside[each] for each in maker.invars]
+        for result in maker.outvars:
+            inside.setdefault(result, Var(result.aval))
+        equations.append(maker.replace(invars=operands, outvars=[inside[each] for each in maker.outvars]))
+        done.update(equations[-1].outvars)
+
+
+def _is_read_in_passing(jaxpr: Jaxpr, var: Any) -> bool:
+    """All that reads a variable is a kernel that its maker can be part of."""
+    if any(result is var for result in jaxpr.outvars):
+        return False
+    for equation in jaxpr.eqns:
+        for index, operand in enumerate(equation.invars):
+            if operand is not var:
+                continue
+            call = InlinedCall.of(equation)
+            if call is not None and index in call.operands:
+                inner = open_jaxpr(call.jaxpr)
+                if not _is_read_in_passing(inner, inner.invars[call.operands.index(index)]):
+                    return False
+            elif equation.primitive.name == "scan":
+                inner = open_jaxpr(equation.params["jaxpr"])
+                if index >= scan_counts(equation.params)[0] or not _is_read_in_passing(inner, inner.invars[index]):
+                    return False
+            elif not is_elementwise(equation.primitive.name) and equation.primitive.name not in _SPREADS:
+                return False
+    return True

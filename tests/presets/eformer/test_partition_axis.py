@@ -1,0 +1,729 @@
+"""PartitionAxis: what is derived, what a logical axis resolves to, what is refused, and that it is a value.
+
+The logical axes and ready lists of `axes.py` are tested here too.
+"""
+
+import copy
+import inspect
+import pickle
+import pydoc
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from shardrules.core.errors import ConfigError, SpecError, UnknownAxisError
+from shardrules.presets.eformer import axes as logical_axes
+from shardrules.presets.eformer.axes import (
+    BATCH,
+    BIAS_HEAD_SEQ,
+    BIAS_KV_SEQ,
+    DP,
+    EMBED,
+    EMPTY,
+    EP,
+    EXPERT,
+    EXPERT_GATE,
+    FSDP,
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_HEAD_DIM,
+    KV_LENGTH,
+    LENGTH,
+    MLP_INTERMEDIATE,
+    MODE_DECODE,
+    MODE_INSERT,
+    MODE_PREFILL,
+    MODE_TRAIN,
+    MODES,
+    QUERY_LENGTH,
+    SP,
+    TP,
+    VOCAB,
+    DynamicShardingAxes,
+    as_dims,
+    as_logical,
+)
+from shardrules.presets.eformer.partition_axis import AxisFields, PartitionAxis, RegisteredAxis
+
+DIMS = {
+    "data_parallel_axis": "dp",
+    "fully_sharded_data_parallel_axis": "fsdp",
+    "tensor_parallel_axis": "tp",
+    "sequence_parallel_axis": "sp",
+    "expert_parallel_axis": "ep",
+}
+DERIVED = {
+    "batch_axis": ("fsdp", "dp"),
+    "sequence_axis": "sp",
+    "query_sequence_axis": "sp",
+    "head_axis": "tp",
+    "kv_head_axis": "tp",
+    "key_sequence_axis": "sp",
+    "hidden_state_axis": "tp",
+    "mlp_intermediate_axis": "tp",
+    "vocab_axis": "tp",
+    "expert_axis": "ep",
+    "generation_head_axis": "tp",
+    "generation_kv_head_axis": "tp",
+    "generation_key_sequence_axis": "sp",
+}
+NONE = (
+    "expert_gate_axis",
+    "attention_dim_axis",
+    "attention_kv_dim_axis",
+    "bias_head_sequence_axis",
+    "bias_key_sequence_axis",
+    "generation_batch_axis",
+    "generation_query_sequence_axis",
+    "generation_attention_dim_axis",
+    "generation_attention_kv_dim_axis",
+)
+GENERATION = (
+    "batch_axis",
+    "query_sequence_axis",
+    "head_axis",
+    "kv_head_axis",
+    "key_sequence_axis",
+    "attention_dim_axis",
+    "attention_kv_dim_axis",
+)
+TOKEN_FIELDS = {
+    BATCH: "batch_axis",
+    LENGTH: "sequence_axis",
+    QUERY_LENGTH: "query_sequence_axis",
+    KV_LENGTH: "key_sequence_axis",
+    EMBED: "hidden_state_axis",
+    HEAD: "head_axis",
+    KV_HEAD: "kv_head_axis",
+    MLP_INTERMEDIATE: "mlp_intermediate_axis",
+    VOCAB: "vocab_axis",
+    EXPERT: "expert_axis",
+    EXPERT_GATE: "expert_gate_axis",
+    HEAD_DIM: "attention_dim_axis",
+    KV_HEAD_DIM: "attention_kv_dim_axis",
+    BIAS_HEAD_SEQ: "bias_head_sequence_axis",
+    BIAS_KV_SEQ: "bias_key_sequence_axis",
+    DP: "data_parallel_axis",
+    FSDP: "fully_sharded_data_parallel_axis",
+    TP: "tensor_parallel_axis",
+    SP: "sequence_parallel_axis",
+    EP: "expert_parallel_axis",
+}
+
+
+def make(**fields: Any) -> PartitionAxis:
+    """A PartitionAxis from fields that a test has computed."""
+    return PartitionAxis(**fields)
+
+
+# ---- Fields ----
+
+
+def test_defaults_follow_the_five_names() -> None:
+    paxis = PartitionAxis()
+    fields = {name: getattr(paxis, name) for name in (*DIMS, *DERIVED, *NONE)}
+    assert fields == {**DIMS, **DERIVED, **dict.fromkeys(NONE)}
+    assert paxis.registered == ()
+
+
+def test_every_field_is_tested_here() -> None:
+    names = {field.alias for field in attrs.fields(PartitionAxis)}
+    assert names == {*DIMS, *DERIVED, *NONE, "registered"}
+
+
+def test_derived_fields_follow_renamed_axes_and_an_explicit_none_survives() -> None:
+    paxis = PartitionAxis(
+        data_parallel_axis="d", fully_sharded_data_parallel_axis="f", tensor_parallel_axis="m", head_axis=None
+    )
+    assert paxis.batch_axis == ("f", "d")
+    assert paxis.head_axis is None
+    assert (paxis.vocab_axis, paxis.hidden_state_axis, paxis.generation_head_axis) == ("m", "m", "m")
+
+
+def test_a_field_that_is_set_changes_no_other_field() -> None:
+    paxis = make(**{name: f"mine_{name}" for name in DERIVED if name != "batch_axis"})
+    assert paxis.batch_axis == ("fsdp", "dp")
+    for name in DERIVED:
+        alone = make(**{name: "mine"})
+        others = {other: getattr(alone, other) for other in DERIVED if other != name}
+        assert others == {other: value for other, value in DERIVED.items() if other != name}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_an_ellipsis_means_the_derived_axis(name: str) -> None:
+    assert make(**{name: ...}) == PartitionAxis()
+
+
+def test_an_ellipsis_for_generation_batches_means_as_in_training() -> None:
+    for name in ("generation_batch_axis", "decode_batch_axis"):
+        paxis = make(**{name: ..., "batch_axis": "x"})
+        assert paxis.decode_batch_axis == "x"
+        assert paxis.generation_batch_axis is None
+
+
+@pytest.mark.parametrize("name", [*DIMS, *(name for name in NONE if name != "generation_batch_axis")])
+def test_an_ellipsis_is_refused_where_nothing_is_derived(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is the ellipsis"):
+        make(**{name: ...})
+
+
+def test_a_mesh_may_lack_a_kind_of_parallelism() -> None:
+    paxis = PartitionAxis(data_parallel_axis=None, sequence_parallel_axis=None)
+    assert paxis.batch_axis == "fsdp"
+    assert paxis.resolve_spec([BATCH, QUERY_LENGTH, EMBED, (DP, SP)]) == P("fsdp", None, "tp", None)
+
+
+def test_a_kind_of_parallelism_may_take_two_mesh_axes() -> None:
+    paxis = PartitionAxis(data_parallel_axis=["replica", "data"])
+    assert paxis.batch_axis == ("fsdp", "replica", "data")
+
+
+@pytest.mark.parametrize(
+    ("value", "normal"),
+    [
+        (["x", "y"], ("x", "y")),
+        (("x",), "x"),
+        (("x", ("y", "x")), ("x", "y")),
+        (("x", None), "x"),
+        ((), None),
+        (None, None),
+    ],
+)
+def test_axes_are_stored_in_normal_form(value: Any, normal: Any) -> None:
+    assert PartitionAxis(head_axis=value).head_axis == normal
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3, "head_axis takes a mesh axis, a tuple of them, None or ..., got 3"),
+        ("", "got ''"),
+        (("x", 1), "got 1"),
+        (TP, "'__TENSOR_PARALLEL__' is the name of a logical axis"),
+        (EMPTY, "'_' is the name of a logical axis"),
+    ],
+)
+def test_fields_take_only_mesh_axes(value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        PartitionAxis(head_axis=value)
+
+
+def test_fields_are_keyword_only() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        PartitionAxis("dp")  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match="heads"):
+        make(heads="tp")
+
+
+# ---- The two names of the fields for generation ----
+
+
+@pytest.mark.parametrize("field", GENERATION)
+@pytest.mark.parametrize("value", ["x", ("x", "y"), None])
+def test_decode_is_another_name_of_generation(field: str, value: Any) -> None:
+    by_alias = make(**{f"decode_{field}": value})
+    assert by_alias == make(**{f"generation_{field}": value})
+    assert by_alias == make(**{f"generation_{field}": value, f"decode_{field}": value})
+    assert getattr(by_alias, f"decode_{field}") == getattr(by_alias, f"generation_{field}") == value
+
+
+@pytest.mark.parametrize("field", GENERATION)
+@pytest.mark.parametrize(("generation", "decode"), [("x", "y"), (None, "y"), ("x", None)])
+def test_the_two_names_must_agree(field: str, generation: Any, decode: Any) -> None:
+    with pytest.raises(ConfigError, match=f"generation_{field}={generation!r} and decode_{field}={decode!r}"):
+        make(**{f"generation_{field}": generation, f"decode_{field}": decode})
+
+
+def test_an_ellipsis_agrees_only_with_an_ellipsis() -> None:
+    assert PartitionAxis(generation_head_axis=..., decode_head_axis=...) == PartitionAxis()
+    with pytest.raises(ConfigError, match="differ"):
+        PartitionAxis(generation_head_axis=..., decode_head_axis="tp")
+
+
+def test_the_two_spellings_of_a_tuple_agree() -> None:
+    paxis = PartitionAxis(generation_head_axis=["x", "y"], decode_head_axis=("x", "y"))
+    assert paxis.generation_head_axis == ("x", "y")
+
+
+def test_generation_batch_axis_left_out_differs_from_none() -> None:
+    assert PartitionAxis().generation_batch_axis is None
+    assert PartitionAxis().decode_batch_axis == ("fsdp", "dp")
+    assert PartitionAxis(batch_axis="x").decode_batch_axis == "x"
+    assert PartitionAxis().resolve_spec([BATCH], MODE_DECODE) == P(("fsdp", "dp"))
+    whole = PartitionAxis(generation_batch_axis=None)
+    assert whole.decode_batch_axis is None
+    assert whole.resolve_spec([BATCH], MODE_DECODE) == P(None)
+    assert whole.resolve_spec([BATCH], MODE_TRAIN) == P(("fsdp", "dp"))
+    assert whole != PartitionAxis()
+
+
+# ---- Resolution ----
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("token", TOKEN_FIELDS)
+def test_every_token_reads_its_field(token: str, mode: str) -> None:
+    ordinary = {name: f"train_{name}" for name in {**DERIVED, **dict.fromkeys(NONE)} if not name.startswith("gener")}
+    paxis = make(**ordinary, **{f"generation_{name}": f"generation_{name}" for name in GENERATION})
+    field = TOKEN_FIELDS[token]
+    if field in DIMS:
+        expected = DIMS[field]
+    elif mode in (MODE_DECODE, MODE_INSERT) and field in GENERATION:
+        expected = f"generation_{field}"
+    else:
+        expected = f"train_{field}"
+    assert paxis.resolve_axis([token], mode) == [expected]
+    assert paxis.resolve_axis([field], mode) == [expected]
+    assert paxis.resolve_spec([None, token], mode) == P(None, expected)
+
+
+@pytest.mark.parametrize(
+    ("axes", "mode", "spec"),
+    [
+        ([BATCH, QUERY_LENGTH, HEAD, HEAD_DIM], MODE_TRAIN, P(("fsdp", "dp"), "sp", "tp", None)),
+        ([BATCH, QUERY_LENGTH, HEAD, HEAD_DIM], MODE_PREFILL, P(("fsdp", "dp"), "sp", "tp", None)),
+        ([BATCH, QUERY_LENGTH, EMBED], MODE_DECODE, P(("fsdp", "dp"), None, "tp")),
+        ([BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM], MODE_INSERT, P(("fsdp", "dp"), "sp", "tp", None)),
+        ([], MODE_TRAIN, P()),
+        ([None, EMPTY, HEAD], MODE_TRAIN, P(None, None, "tp")),
+        ([[BATCH, SP]], MODE_TRAIN, P(("fsdp", "dp", "sp"))),
+        ([[DP, EMPTY]], MODE_TRAIN, P("dp")),
+        ([(FSDP, None), ()], MODE_TRAIN, P("fsdp", None)),
+        ([(EMPTY, None)], MODE_TRAIN, P(None)),
+        ([(FSDP, (BATCH, [DP, "fsdp"]))], MODE_TRAIN, P(("fsdp", "dp"))),
+        (["dp", ("tp", FSDP)], MODE_TRAIN, P("dp", ("tp", "fsdp"))),
+        (["vocab_axis"], MODE_TRAIN, P("tp")),
+    ],
+)
+def test_resolve_spec(axes: Any, mode: str, spec: P) -> None:
+    assert PartitionAxis().resolve_spec(axes, mode) == spec
+
+
+def test_training_is_the_default_mode() -> None:
+    assert PartitionAxis().resolve_spec((BATCH, QUERY_LENGTH)) == P(("fsdp", "dp"), "sp")
+
+
+def test_none_for_generation_means_not_split() -> None:
+    paxis = PartitionAxis(decode_head_axis=None, decode_key_sequence_axis=None)
+    assert paxis.resolve_spec([HEAD, KV_LENGTH], MODE_DECODE) == P(None, None)
+    assert paxis.resolve_spec([HEAD, KV_LENGTH], MODE_TRAIN) == P("tp", "sp")
+
+
+def test_mesh_axes_of_any_field_may_be_used() -> None:
+    paxis = PartitionAxis(vocab_axis=("pipe", "tp"))
+    assert paxis.mesh_axes == ("dp", "fsdp", "tp", "sp", "ep", "pipe")
+    assert paxis.resolve_spec(["pipe"]) == P("pipe")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("__HEADS__", "(did you mean '__HEAD__'?)"),
+        ("HEAD", "(did you mean '__HEAD__'?)"),
+        ("batch", "(did you mean '__BATCH__'?)"),
+        ("fspd", "(did you mean 'fsdp'?)"),
+        ("headz", "(did you mean 'heads'?)"),
+        ("zzz", "the mesh axes of this PartitionAxis are 'dp', 'fsdp', 'tp', 'sp', 'ep'"),
+    ],
+)
+def test_an_unknown_name_raises_with_a_suggestion(name: str, hint: str) -> None:
+    paxis = PartitionAxis().register("heads", HEAD)
+    for axes in ([name], [BATCH, (None, [name])]):
+        with pytest.raises(UnknownAxisError, match=re.escape(f"{name!r}") + ".*" + re.escape(hint)):
+            paxis.resolve_spec(axes)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: p.resolve_spec(BATCH), "logical axes are a list"),
+        (lambda p: p.resolve_spec([3]), "a logical axis is a name, None or a sequence of these, got 3"),
+        (lambda p: p.resolve_spec([""]), "got ''"),
+        (lambda p: p.resolve_spec([BATCH], "train"), r"unknown runtime mode 'train' \(did you mean '__train__'\?\)"),
+        (lambda p: p.resolve_axis([BATCH], None), "unknown runtime mode None"),
+        (lambda p: p.as_mapping("decode"), "unknown runtime mode 'decode'"),
+        (lambda p: p.resolve_spec([BATCH], 1), "the shape should be provided"),
+        (lambda p: p.resolve_spec([BATCH], 1, (3,)), r"dimension 1, which shape \(3,\) does not have"),
+        (lambda p: p.resolve_spec([BATCH], -2, (3,)), r"dimension -2, which shape \(3,\) does not have"),
+        (lambda p: p.resolve_spec([BATCH, HEAD], MODE_TRAIN, (3,)), r"2 logical axes .* shape \(3,\)"),
+    ],
+)
+def test_invalid_arguments_raise(call: Callable[[PartitionAxis], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call(PartitionAxis())
+
+
+@pytest.mark.parametrize(
+    ("axes", "mode", "pieces"),
+    [
+        ([HEAD, EMBED], MODE_TRAIN, ["'tp'", "0 ('__HEAD__')", "1 ('__EMBED__')", "head_axis or hidden_state_axis"]),
+        ([BATCH, None, (SP, FSDP)], MODE_TRAIN, ["'fsdp'", "0 ('__BATCH__')", "2 ('__FULLY_SHARDED_DATA_PARALLEL__')"]),
+        ([HEAD, KV_HEAD], MODE_DECODE, ["'tp'", "generation_head_axis or generation_kv_head_axis", "'__autoreg"]),
+        (["tp", "mine"], MODE_TRAIN, ["'tp'", "0 ('tp')", "1 ('mine')", "Write EMPTY"]),
+        ([HEAD, HEAD], MODE_TRAIN, ["0 ('__HEAD__') and 1 ('__HEAD__')", "Set head_axis to another"]),
+        ([HEAD, EMBED, VOCAB], MODE_TRAIN, ["0 ('__HEAD__') and 1 ('__EMBED__') and 2 ('__VOCAB__')"]),
+        ([HEAD, EMBED, BATCH, DP], MODE_TRAIN, ["Mesh axis 'tp'", "Mesh axis 'dp'"]),
+    ],
+)
+def test_an_axis_may_not_split_two_dimensions(axes: Any, mode: str, pieces: list[str]) -> None:
+    paxis = PartitionAxis().register("mine", VOCAB)
+    with pytest.raises(SpecError, match="".join(f"(?=(?s:.*){re.escape(piece)})" for piece in pieces)):
+        paxis.resolve_spec(axes, mode)
+
+
+def test_resolve_axis_may_repeat_a_mesh_axis() -> None:
+    assert PartitionAxis().resolve_axis([HEAD, EMBED]) == ["tp", "tp"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape", "spec"),
+    [
+        (1, (2, 1, 32), P(("fsdp", "dp"), None, "tp")),
+        (1, (2, 8, 32), P(("fsdp", "dp"), "sp", "tp")),
+        (-2, (2, 1, 32), P(("fsdp", "dp"), None, "tp")),
+        (0, (1, 8, 32), P(("fsdp", "dp"), None, "tp")),
+        (MODE_TRAIN, (2, 1, 32), P(("fsdp", "dp"), "sp", "tp")),
+        (MODE_DECODE, (2, 8, 32, 5), P(("fsdp", "dp"), None, "tp")),
+    ],
+)
+def test_the_mode_is_read_off_the_shape(mode: str | int, shape: tuple[int, ...], spec: P) -> None:
+    assert PartitionAxis().resolve_spec([BATCH, QUERY_LENGTH, EMBED], mode, shape) == spec
+
+
+def test_the_dimension_that_decides_the_mode_may_share_an_axis() -> None:
+    paxis = PartitionAxis(decode_query_sequence_axis="dp")
+    assert paxis.resolve_spec([BATCH, QUERY_LENGTH], 1, (2, 1)) == P(("fsdp", "dp"), "dp")
+    # A mode by name says nothing about a length, and the other dimensions may share no axis in any mode.
+    for axes, mode, shape in [
+        ([BATCH, QUERY_LENGTH], MODE_DECODE, (2, 1)),
+        ([BATCH, QUERY_LENGTH], MODE_DECODE, None),
+        ([BATCH, LENGTH, QUERY_LENGTH], 1, (2, 1, 1)),
+    ]:
+        with pytest.raises(SpecError, match="Mesh axis 'dp' would split dimensions 0"):
+            paxis.resolve_spec(axes, mode, shape)
+
+
+# ---- Registered axes ----
+
+
+def test_registering_gives_a_new_value_with_another_hash() -> None:
+    before = PartitionAxis()
+    after = before.register("stage", "pipe")
+    assert before.registered == ()
+    assert after.registered == (RegisteredAxis("stage", "pipe"),)
+    assert before != after
+    assert hash(before) != hash(after)
+    assert after.resolve_spec(["stage"]) == P("pipe")
+    with pytest.raises(UnknownAxisError, match="'stage'"):
+        before.resolve_spec(["stage"])
+
+
+def test_the_order_of_registering_makes_no_difference() -> None:
+    paxis = PartitionAxis().register("a", "x").register("b", "y")
+    reverse = PartitionAxis().register("b", "y").register("a", "x")
+    assert paxis == reverse
+    assert hash(paxis) == hash(reverse)
+
+
+@pytest.mark.parametrize(
+    ("axis", "train", "decode"),
+    [
+        ("pipe", "pipe", "pipe"),
+        (HEAD, "tp", "g"),
+        ("head_axis", "tp", "g"),
+        (QUERY_LENGTH, "sp", None),
+        (None, None, None),
+        (EMPTY, None, None),
+        (["pipe", (HEAD, "pipe")], ("pipe", "tp"), ("pipe", "g")),
+        ("alias", "tp", "g"),
+    ],
+)
+def test_a_registered_axis_resolves_in_each_mode(axis: Any, train: Any, decode: Any) -> None:
+    paxis = PartitionAxis(generation_head_axis="g").register("mine", axis).register("alias", HEAD)
+    assert [paxis.resolve_axis(["mine"], mode) for mode in MODES] == [[train], [train], [decode], [decode]]
+
+
+def test_a_registered_axis_may_differ_in_generation() -> None:
+    paxis = PartitionAxis().register("a", "x", None).register("b", "x", generation_axis_rule=("y", "a"))
+    assert paxis.resolve_axis(["a", "b"], MODE_TRAIN) == ["x", "x"]
+    assert paxis.resolve_axis(["a", "b"], MODE_INSERT) == [None, "y"]
+    assert paxis.mesh_axes == ("dp", "fsdp", "tp", "sp", "ep", "x", "y")
+
+
+@pytest.mark.parametrize("prefix", ["generation", "decode"])
+@pytest.mark.parametrize(("field", "axis"), [("head_axis", "g"), ("query_sequence_axis", None), ("batch_axis", "b")])
+def test_a_field_of_generation_is_meant_in_every_mode(prefix: str, field: str, axis: Any) -> None:
+    paxis = PartitionAxis(generation_head_axis="g", batch_axis="b").register("mine", f"{prefix}_{field}")
+    assert [paxis.resolve_axis(["mine"], mode) for mode in MODES] == [[axis]] * 4
+    assert f"{prefix}_{field}" not in paxis.mesh_axes
+    paxis = PartitionAxis(generation_head_axis="g", batch_axis="b").register("mine", "tp", f"{prefix}_{field}")
+    assert [paxis.resolve_axis(["mine"], mode) for mode in (MODE_TRAIN, MODE_DECODE)] == [["tp"], [axis]]
+    assert paxis.resolve_spec([f"{prefix}_{field}"]) == P(axis)
+
+
+@pytest.mark.parametrize("name", ["mine", BATCH, "batch_axis", "decode_batch_axis", "generation_head_axis", "dp"])
+def test_override_is_needed_for_a_name_that_exists(name: str) -> None:
+    paxis = PartitionAxis().register("mine", HEAD)
+    with pytest.raises(ConfigError, match=f"{name!r} already exists and means .*override=True"):
+        paxis.register(name, "x")
+    assert paxis.register(name, "x", override=True).resolve_spec([name]) == P("x")
+
+
+@pytest.mark.parametrize("name", ["", EMPTY, 3, None])
+def test_a_registered_name_must_be_a_name(name: Any) -> None:
+    with pytest.raises(ConfigError, match="non-empty name"):
+        PartitionAxis().register(name, "x")
+
+
+def test_registering_a_name_twice_raises() -> None:
+    with pytest.raises(ConfigError, match="registered holds 'a' twice"):
+        PartitionAxis(registered=[RegisteredAxis("a", "x"), RegisteredAxis("a", "y")])
+
+
+@pytest.mark.parametrize("axis", [3, ("x", 3), ...])
+def test_only_axes_are_registered(axis: Any) -> None:
+    with pytest.raises(ConfigError, match="a logical axis is a name, None or a sequence of these"):
+        PartitionAxis().register("a", axis)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "circle"),
+    [
+        ([("__A__", "__B__"), ("__B__", "__A__")], "'__A__' -> '__B__' -> '__A__'"),
+        ([("__A__", "__A__")], "'__A__' -> '__A__'"),
+        ([("__A__", ("dp", "b")), ("b", [HEAD, "c"]), ("c", "b")], "'b' -> 'c' -> 'b'"),
+    ],
+)
+def test_cyclic_registrations_raise_when_resolved(pairs: list[tuple[str, Any]], circle: str) -> None:
+    paxis = PartitionAxis()
+    for name, axis in pairs:
+        paxis = paxis.register(name, axis)
+    for resolve in (paxis.resolve_spec, paxis.resolve_axis):
+        with pytest.raises(ConfigError, match=f"Cyclic semantic axis registration: {circle}"):
+            resolve(["__A__"], MODE_TRAIN)
+    with pytest.raises(ConfigError, match="Cyclic semantic axis registration"):
+        paxis.as_mapping()
+    assert paxis.resolve_spec([HEAD]) == P("tp")
+
+
+def test_a_name_used_twice_is_not_a_cycle() -> None:
+    paxis = PartitionAxis().register("a", HEAD).register("b", ("a", "pipe", "a"))
+    assert paxis.resolve_spec([("a", "b")]) == P(("tp", "pipe"))
+
+
+def test_a_name_may_be_cyclic_across_modes() -> None:
+    paxis = PartitionAxis().register("a", "b", "x").register("b", "y", "a")
+    assert paxis.resolve_axis(["a", "b"], MODE_TRAIN) == ["y", "y"]
+    assert paxis.resolve_axis(["a", "b"], MODE_DECODE) == ["x", "x"]
+
+
+def test_a_misspelt_logical_axis_is_not_a_mesh_axis() -> None:
+    paxis = PartitionAxis().register("a", "__HAED__")
+    with pytest.raises(UnknownAxisError, match=r"'__HAED__' \(did you mean '__HEAD__'\?\), which 'a' is registered as"):
+        paxis.resolve_spec(["a"])
+
+
+def test_unregister_undoes_register() -> None:
+    paxis = PartitionAxis().register("stage", "pipe").register(BATCH, "x", override=True)
+    assert paxis.unregister("stage").unregister(BATCH) == PartitionAxis()
+    assert paxis.unregister("stag", missing_ok=True) == paxis
+    with pytest.raises(UnknownAxisError, match=r"registered as 'stag' \(did you mean 'stage'\?\)"):
+        paxis.unregister("stag")
+    with pytest.raises(UnknownAxisError, match="Nothing is registered"):
+        PartitionAxis().unregister("stage")
+
+
+# ---- As a mapping ----
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_mapping_agrees_with_resolve_axis(mode: str) -> None:
+    paxis = PartitionAxis(head_axis=None, decode_batch_axis="x").register("mlp", MLP_INTERMEDIATE)
+    mapping = paxis.as_mapping(mode)
+    names = [name for name, _ in mapping]
+    assert names == [*TOKEN_FIELDS, EMPTY, "mlp"]
+    assert len(dict(mapping)) == len(mapping)
+    assert [axis for _, axis in mapping] == paxis.resolve_axis(names, mode)
+    hash(mapping)
+
+
+def test_an_overridden_token_occurs_once_in_the_mapping() -> None:
+    mapping = PartitionAxis().register(BATCH, "x", override=True).as_mapping()
+    assert [axis for name, axis in mapping if name == BATCH] == ["x"]
+
+
+# ---- A value ----
+
+AXES = st.sampled_from(["x", "y", "z", "dp", "tp"])
+VALUES = st.one_of(st.none(), AXES, st.lists(AXES, max_size=3).map(tuple))
+WORDS = st.sampled_from([*TOKEN_FIELDS, EMPTY, None, "dp", "tp"])
+ENTRIES = st.recursive(WORDS, lambda inner: st.lists(inner, max_size=3), max_leaves=4)
+
+
+@st.composite
+def partition_axes(draw: st.DrawFn) -> PartitionAxis:
+    fields = draw(st.dictionaries(st.sampled_from([*DIMS, *DERIVED, *NONE]), VALUES, max_size=8))
+    paxis = make(**fields)
+    for name, axis in draw(st.dictionaries(st.sampled_from(["a", "b", HEAD]), ENTRIES, max_size=3)).items():
+        generation = draw(st.one_of(st.just(...), ENTRIES))
+        paxis = paxis.register(name, axis if name != HEAD else "x", generation if name != HEAD else ..., override=True)
+    return paxis
+
+
+@given(partition_axes())
+def test_it_is_a_value(paxis: PartitionAxis) -> None:
+    for twin in (
+        eval(repr(paxis)),
+        pickle.loads(pickle.dumps(paxis)),
+        copy.deepcopy(paxis),
+        attrs.evolve(paxis),
+        paxis.replace(),
+    ):
+        assert twin == paxis
+        assert hash(twin) == hash(paxis)
+        assert repr(twin) == repr(paxis)
+        assert twin.as_mapping(MODE_DECODE) == paxis.as_mapping(MODE_DECODE)
+
+
+@given(partition_axes(), st.lists(ENTRIES, max_size=4), st.sampled_from(MODES))
+def test_a_spec_never_names_an_axis_twice(paxis: PartitionAxis, axes: Any, mode: str) -> None:
+    try:
+        resolved = paxis.resolve_axis(axes, mode)
+    except UnknownAxisError as error:
+        message = str(error)
+        resolved = None
+    else:
+        message = ""
+    if resolved is None:  # an unknown name is the only reason to refuse
+        assert any(f"name: {word!r}" in message for word in ("dp", "tp") if word not in paxis.mesh_axes)
+        return
+    entries = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in resolved]
+    names = [name for entry in entries for name in entry]
+    if len(dict.fromkeys(names)) == len(names):
+        spec = paxis.resolve_spec(axes, mode)
+        assert len(spec) == len(axes)
+        assert set(names) <= set(paxis.mesh_axes)
+    else:
+        with pytest.raises(SpecError, match="would split dimensions"):
+            paxis.resolve_spec(axes, mode)
+
+
+def test_the_repr_is_the_shortest_call() -> None:
+    assert repr(PartitionAxis()) == "PartitionAxis()"
+    assert repr(PartitionAxis(vocab_axis="tp", head_axis=...)) == "PartitionAxis()"
+    assert repr(PartitionAxis(decode_head_axis=None)) == "PartitionAxis(generation_head_axis=None)"
+    paxis = PartitionAxis(tensor_parallel_axis="m").register("stage", "pipe")
+    entry = "RegisteredAxis(name='stage', axis='pipe', generation_axis=Ellipsis)"
+    assert repr(paxis) == f"PartitionAxis(tensor_parallel_axis='m', registered=({entry},))"
+
+
+def test_it_cannot_be_changed() -> None:
+    paxis = PartitionAxis()
+    for name in ("head_axis", "generation_batch_axis", "decode_head_axis", "something"):
+        with pytest.raises(AttributeError):  # noqa: PT011 — attrs, property and slots word it differently
+            setattr(paxis, name, "x")
+
+
+def test_fields_make_a_difference_to_equality_and_hash() -> None:
+    values = [make(**{name: "mine"}) for name in (*DIMS, *DERIVED, *NONE)]
+    assert len({PartitionAxis(), *values}) == len(values) + 1
+
+
+def test_replace_derives_again_and_evolve_does_not() -> None:
+    paxis = PartitionAxis(head_axis=None, batch_axis="b").register("heads", HEAD)
+    replaced = paxis.replace(tensor_parallel_axis="m", decode_query_sequence_axis="q")
+    assert replaced == PartitionAxis(
+        tensor_parallel_axis="m", head_axis=None, batch_axis="b", generation_query_sequence_axis="q"
+    ).register("heads", HEAD)
+    assert replaced.replace(decode_query_sequence_axis="r").generation_query_sequence_axis == "r"
+    assert replaced.replace(generation_query_sequence_axis="r").decode_query_sequence_axis == "r"
+    assert attrs.evolve(paxis, tensor_parallel_axis="m").vocab_axis == "tp"
+
+
+def test_it_is_a_single_leaf_of_a_tree() -> None:
+    paxis = PartitionAxis()
+    assert jax.tree.leaves(paxis) == [paxis]
+
+
+def test_registering_makes_jit_compile_again() -> None:
+    traced = []
+
+    @partial(jax.jit, static_argnums=0)
+    def rows(paxis: PartitionAxis, x: jax.Array) -> jax.Array:
+        traced.append(paxis.resolve_spec(["mine"]))
+        return x + len(traced)
+
+    paxis = PartitionAxis().register("mine", HEAD)
+    assert rows(paxis, jnp.zeros(())) == rows(eval(repr(paxis)), jnp.zeros(()))
+    rows(paxis.register("mine", BATCH, override=True), jnp.zeros(()))
+    assert traced == [P("tp"), P(("fsdp", "dp"))]
+
+
+# ---- Logical axes ----
+
+
+def test_tokens_differ_and_cannot_be_mesh_axes() -> None:
+    tokens = list(TOKEN_FIELDS)
+    assert len(dict.fromkeys(tokens)) == 20
+    assert all(token.startswith("__") and token.endswith("__") for token in tokens)
+    assert EMPTY == "_"
+    assert (MODE_TRAIN, MODE_PREFILL, MODE_DECODE, MODE_INSERT) == MODES
+
+
+def test_the_axes_of_the_ready_lists() -> None:
+    ready = {name: value for name, value in vars(logical_axes).items() if isinstance(value, DynamicShardingAxes)}
+    assert {name: (value.axes, value.mode) for name, value in ready.items()} == {
+        "HiddenStateSharding": ((BATCH, QUERY_LENGTH, EMBED), 1),
+        "AttnQSharding": ((BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), 1),
+        "AttnKVSharding": ((BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM), 1),
+        "Replicated": ((EMPTY,), MODE_TRAIN),
+        "ColumnWise": (((FSDP, SP), TP), MODE_TRAIN),
+        "RowWise": ((TP, (FSDP, SP)), MODE_TRAIN),
+        "SColumnWise": (((FSDP, SP),), MODE_TRAIN),
+        "SRowWise": ((TP,), MODE_TRAIN),
+        "ExpertColumnWise": ((EP, FSDP, TP), MODE_TRAIN),
+        "ExpertRowWise": ((EP, TP, FSDP), MODE_TRAIN),
+        "ExpertColumnWiseAlt": ((EP, (FSDP, SP), TP), MODE_TRAIN),
+        "ExpertRowWiseAlt": ((EP, TP, (FSDP, SP)), MODE_TRAIN),
+        "UnifiedExpertColumnWise": (((FSDP, SP, EP), EMPTY, TP), MODE_TRAIN),
+        "UnifiedExpertRowWise": (((FSDP, SP, EP), TP, EMPTY), MODE_TRAIN),
+        "ExpertTensorParallel": ((TP, EMPTY, EMPTY), MODE_TRAIN),
+        "ExpertActivations": ((DP, SP, EP, TP), MODE_TRAIN),
+        "ExpertActivationsAlt": ((DP, SP, (TP, FSDP)), MODE_TRAIN),
+    }
+
+
+def test_lists_of_axes_are_normalised() -> None:
+    axes = DynamicShardingAxes([BATCH, [FSDP, SP]], mode=-1)  # pyright: ignore[reportArgumentType]
+    assert axes.axes == (BATCH, (FSDP, SP))
+    assert eval(repr(axes)) == axes
+    assert hash(axes) == hash(pickle.loads(pickle.dumps(axes)))
+    assert as_logical([["a"], None]) == (("a",), None)
+    assert as_dims(["a", None]) == ("a", None)
+
+
+def test_lists_of_axes_are_checked() -> None:
+    with pytest.raises(ConfigError, match="logical axes are a list"):
+        DynamicShardingAxes(BATCH)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="unknown runtime mode"):
+        DynamicShardingAxes((BATCH,), "eval")
+
+
+def test_the_signature_lists_all_arguments_with_their_defaults() -> None:
+    parameters = inspect.signature(PartitionAxis).parameters
+    assert set(parameters) == {*AxisFields.__annotations__, "registered"}
+    assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+    assert parameters["tensor_parallel_axis"].default == "tp"
+    assert parameters["head_axis"].default is ...
+    assert PartitionAxis(**{name: parameter.default for name, parameter in parameters.items()}) == PartitionAxis()
+    assert "generation_kv_head_axis" in pydoc.render_doc(PartitionAxis).partition("Says which")[0]
