@@ -25,13 +25,14 @@ from shardrules.programs.compiled.uses import Use, is_elementwise, is_move, uses
 from shardrules.programs.compiling.arguments import Argument
 from shardrules.programs.compiling.compile import Compiled
 from shardrules.programs.compiling.constraints import Constraint, find_constraints
-from shardrules.programs.compiling.model_flops import ModelMatmul, model_matmuls, without_dead_code
+from shardrules.programs.compiling.model_flops import ModelMatmul, model_matmuls
 from shardrules.programs.compiling.roles import BATCH, PARAMETERS, Role
 from shardrules.programs.compiling.roundings import Rounding, find_roundings
 from shardrules.programs.costs.collective import collective_seconds
 from shardrules.programs.costs.kernels import kernel_seconds
 from shardrules.programs.costs.schedule import PlayedSchedule, play_schedule
 from shardrules.programs.costs.step_time import StepTime
+from shardrules.programs.jaxprs.walk import without_dead_code
 from shardrules.programs.machine.hardware import Hardware
 
 _MAX_HOPS = 24

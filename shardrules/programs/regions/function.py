@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec
 from shardrules.core.errors import ConfigError, SplitError
 from shardrules.core.jax_state import trace_key
 from shardrules.core.spec import shard_shape
-from shardrules.programs.compiling.model_flops import equation_flops, inner_runs
-from shardrules.programs.jaxprs.walk import programs_in
+from shardrules.programs.compiling.model_flops import equation_flops
+from shardrules.programs.jaxprs.walk import inner_runs, open_jaxpr, programs_in
 from shardrules.programs.regions.declaration import Axes, Declaration, ShardAxes
 
 
@@ -400,7 +400,7 @@ def _cost_of_all(cost: Callable[..., Any], is_batched: Sequence[bool], *operands
 def kernel_flops(program: ClosedJaxpr | Jaxpr) -> int:
     """The FLOPs of kernels: by their authors' estimates, or by what they multiply."""
     total = 0
-    for equation in _open(program).eqns:
+    for equation in open_jaxpr(program).eqns:
         if equation.primitive.name == "pallas_call":
             total += pallas_flops(equation)
         else:
@@ -417,7 +417,7 @@ def pallas_flops(equation: Any) -> int:
 def _flops(program: ClosedJaxpr | Jaxpr) -> int:
     """The FLOPs of matmuls and of kernels."""
     total = 0
-    for equation in _open(program).eqns:
+    for equation in open_jaxpr(program).eqns:
         name, params = equation.primitive.name, equation.params
         if name == "region":
             total += params["function"].flops(params["program"])
@@ -426,7 +426,3 @@ def _flops(program: ClosedJaxpr | Jaxpr) -> int:
         else:
             total += equation_flops(equation) + inner_runs(equation) * sum(map(_flops, programs_in(equation)))
     return total
-
-
-def _open(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
-    return program.jaxpr if isinstance(program, ClosedJaxpr) else program

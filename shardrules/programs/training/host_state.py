@@ -15,8 +15,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from shardrules.core.tree import array_kind
 from shardrules.programs.autoplan.run.branches import without_branches
-from shardrules.programs.training.keep.flat import flattened
-from shardrules.programs.training.keep.segments import segment_program
+from shardrules.programs.jaxprs.inline import flattened
+from shardrules.programs.jaxprs.segments import segment_program
 
 LEAST_HOST_BYTES = 2**20
 """Smaller arrays of a device are not sent to the host: each takes a copy of its own, both ways. With half as much, more

@@ -23,14 +23,14 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
 from shardrules.core.errors import MicrobatchError, shortened
-from shardrules.programs.compiling.model_flops import without_dead_code
+from shardrules.programs.jaxprs.inline import flattened
+from shardrules.programs.jaxprs.walk import without_dead_code
 from shardrules.programs.training.accumulation import accumulation_dtype
 from shardrules.programs.training.examples.facts import Fact
 from shardrules.programs.training.examples.pairs import Counts, Pair
 from shardrules.programs.training.examples.proof import BodyFacts, read_examples
 from shardrules.programs.training.examples.replay import Demand, Position, Replay, Variant, demands_of, matched_calls
 from shardrules.programs.training.examples.tail import Tail, cut
-from shardrules.programs.training.keep.flat import flattened
 from shardrules.programs.training.loss import TracedLoss
 from shardrules.programs.training.stages.layers import with_layer_loop
 from shardrules.programs.training.stages.run import StagedProgram

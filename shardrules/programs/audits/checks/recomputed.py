@@ -14,10 +14,10 @@ from shardrules.core.source import equation_line, user_line
 from shardrules.programs.audits.checks.costs import cost_text, names_text, severity
 from shardrules.programs.audits.facts import AuditFacts
 from shardrules.programs.compiled.collectives import Collective
-from shardrules.programs.compiling.model_flops import RECOMPUTED
 from shardrules.programs.compiling.roles import PARAMETERS
 from shardrules.programs.compiling.saved_names import saved_name_findings, saving_policies
 from shardrules.programs.costs.collective import collective_seconds
+from shardrules.programs.jaxprs.calls import CHECKPOINT_SCOPE, RECOMPUTED_SCOPE
 
 
 def check_regathered(facts: AuditFacts) -> Iterator[Finding]:
@@ -80,7 +80,7 @@ def _is_recomputed(facts: AuditFacts, collective: Collective) -> bool:
         return True
     # Combined gathers have the name of one of their users.
     return any(
-        RECOMPUTED in use.instruction.op_name
+        RECOMPUTED_SCOPE in use.instruction.op_name
         for values in facts.results_of(collective)
         for use in facts.uses_of(values)
     )
@@ -88,12 +88,12 @@ def _is_recomputed(facts: AuditFacts, collective: Collective) -> bool:
 
 def _is_in_backward(op_name: str) -> bool:
     """Whether an operation repeats a part of a checkpointed function, or is of its backward pass."""
-    return RECOMPUTED in op_name or ("transpose(" in op_name and "checkpoint" in op_name)
+    return RECOMPUTED_SCOPE in op_name or ("transpose(" in op_name and CHECKPOINT_SCOPE in op_name)
 
 
 def check_saved_names(facts: AuditFacts) -> Iterator[Finding]:
     """Names of policies that match nothing, with what it costs to compute everything again."""
-    recomputed = [kernel for kernel in facts.kernels if RECOMPUTED in kernel.op_name]
+    recomputed = [kernel for kernel in facts.kernels if RECOMPUTED_SCOPE in kernel.op_name]
     claimed = sum(kernel.total_flops for kernel in recomputed)
     flops = _repeated_flops(facts, claimed)
     seconds = facts.seconds_of(recomputed) * (flops / claimed if claimed else 1)

@@ -167,7 +167,7 @@ class RegionCosts:
 
 def _longest(traced: TracedProgram, seconds: list[float]) -> float:
     """The seconds of a program of which only the longest branches run, given those of each of its parts by itself."""
-    joins = {operation.equation_index for operation in traced.operations if operation.name == "cond"}
+    joins = {operation.equation_index for operation in traced.operations if operation.joins_branches}
     condition_of = {
         operation.region: operation.equation_index
         for operation in traced.operations

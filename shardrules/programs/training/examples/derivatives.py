@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
-from shardrules.programs.compiling.model_flops import without_dead_code
+from shardrules.programs.jaxprs.inline import flattened
+from shardrules.programs.jaxprs.segments import evaluated
+from shardrules.programs.jaxprs.walk import without_dead_code
 from shardrules.programs.training.examples.facts import Fact
-from shardrules.programs.training.examples.run import evaluated
-from shardrules.programs.training.keep.flat import flattened
 from shardrules.programs.training.keep.rules import has_rule
 
 

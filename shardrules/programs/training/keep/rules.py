@@ -11,7 +11,7 @@ import attrs
 from jax.extend import linear_util
 from jax.extend.core import ClosedJaxpr, Literal
 
-from shardrules.programs.autoplan.traced.calls import open_jaxpr
+from shardrules.programs.jaxprs.walk import open_jaxpr
 
 
 def has_rule(equation: Any) -> bool:

@@ -8,10 +8,11 @@ from jax.extend.core import Literal
 from shardrules.core.source import equation_line, short_line
 from shardrules.programs.autoplan.traced.kernels import VIEWS
 from shardrules.programs.compiling.model_flops import model_flops
+from shardrules.programs.jaxprs.calls import CUSTOM_VJP, SCAN, WHILE
+from shardrules.programs.jaxprs.segments import segment_program
 from shardrules.programs.training.keep.cut import KeptValues
 from shardrules.programs.training.keep.needs import is_dear_equation
 from shardrules.programs.training.keep.problem import UnitProblem
-from shardrules.programs.training.keep.segments import segment_program
 
 _LISTED = 5
 """How many arrays and operations are listed of each unit; the others are counted. With twice as many, a line wraps."""
@@ -20,9 +21,8 @@ _NAMES = {
     "dot_general": "matmul",
     "conv_general_dilated": "convolution",
     "ragged_dot_general": "ragged matmul",
-    "scan": "loop",
-    "while": "loop",
-    "custom_vjp_call": "kernel",
+    **dict.fromkeys((SCAN, WHILE), "loop"),
+    CUSTOM_VJP: "kernel",
     "pallas_call": "kernel",
 }
 """What primitives are called; others by their own names."""

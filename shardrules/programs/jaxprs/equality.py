@@ -10,14 +10,12 @@ from jax.core import AbstractValue, Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardrules.core.keys import is_key
-from shardrules.programs.autoplan.traced.calls import open_jaxpr
+from shardrules.programs.jaxprs.calls import has_custom_derivative
+from shardrules.programs.jaxprs.walk import open_jaxpr
 
 Derivative: TypeAlias = Callable[[Any], ClosedJaxpr | None] | None
 """Returns an equation with its derivative as a program, `None` where it is like no other. Without it, only what
 functions compute is compared."""
-
-_WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
-"""What names of functions with derivatives of their own begin with."""
 
 _POLICY_DEPTH = 4
 """How many policies of `jax.checkpoint` may be made of each other to be compared."""
@@ -27,7 +25,7 @@ def equal_params(equation: Any, other: Any, derivative: Derivative = None) -> bo
     """Whether equations have equal parameters, and the same derivatives.
 
     ```python
-    from shardrules.programs.training.examples.equality import equal_params
+    from shardrules.programs.jaxprs.equality import equal_params
 
     first, second, third = jax.make_jaxpr(lambda x: (x[:2], x[:2], x[1:3]))(jnp.ones(4)).eqns
     assert equal_params(first, second) and not equal_params(first, third)
@@ -36,7 +34,7 @@ def equal_params(equation: Any, other: Any, derivative: Derivative = None) -> bo
     params, others = equation.params, other.params
     if params.keys() != others.keys():
         return False
-    if equation.primitive.name.startswith(_WITH_RULES):
+    if has_custom_derivative(equation):
         # Rules for derivatives are other functions in each call: what they compute decides.
         names = [name for name, value in params.items() if isinstance(value, ClosedJaxpr | int)]
         derivatives = () if derivative is None else (derivative(equation), derivative(other))
