@@ -13,7 +13,7 @@ from shardrules.core.check import check_spec
 from shardrules.core.finding import Finding, shape_text
 from shardrules.core.source import Source, called_from, equation_stack, user_line
 from shardrules.core.spec import spec_repr
-from shardrules.programs.jaxprs.calls import Call
+from shardrules.programs.jaxprs.calls import InlinedCall
 from shardrules.programs.jaxprs.walk import equations, open_jaxpr, programs_in
 
 Constraint: TypeAlias = tuple[tuple[int, ...], PartitionSpec, list[Source]]
@@ -88,7 +88,7 @@ def _collect(program: Jaxpr, bits: Sequence[int], constraints: dict[int, list[Co
                 constraints.setdefault(index, []).append(constraint)
         everything = functools.reduce(operator.or_, operands, 0)
         results = [everything] * len(equation.outvars)
-        call = Call.of(equation)
+        call = InlinedCall.of(equation)
         if call is not None:
             results = _collect(open_jaxpr(call.jaxpr), [operands[index] for index in call.operands], constraints)
         for jaxpr in map(open_jaxpr, () if call is not None else programs_in(equation)):

@@ -60,8 +60,8 @@ def _kernel_calls(program: ClosedJaxpr | Jaxpr, constants: Mapping[Any, np.ndarr
         everything = tuple(range(len(values)))
         bodies = bodies_of(equation) or [Body(each, everything, len(values)) for each in programs_in(equation)]
         for body in bodies:
-            given = [values[index] for index in body.operands[: body.fixed_count]]
-            yield from _kernel_calls(body.program, _inner_constants(body, given))
+            fixed = [values[index] for index in body.operands[: body.fixed_count]]
+            yield from _kernel_calls(body.program, _inner_constants(body, fixed))
 
 
 def _may_be_mask(value: Any) -> bool:

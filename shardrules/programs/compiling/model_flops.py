@@ -5,7 +5,7 @@ FLOPs on one device, times the devices, can be compared with this: far more mean
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 import attrs
@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from shardrules.programs.compiling.fused_calls import FUSED, fused_flops
 from shardrules.programs.jaxprs.calls import RECOMPUTED_SCOPE, is_while
-from shardrules.programs.jaxprs.walk import inner_runs, open_jaxpr, programs_in
+from shardrules.programs.jaxprs.walk import open_jaxpr, runs
 
 
 def model_flops(jaxpr: ClosedJaxpr | Jaxpr) -> int:
@@ -45,21 +45,26 @@ class ModelMatmul:
     """Whether `jax.checkpoint` repeats it for the backward pass."""
 
 
-def model_matmuls(
-    jaxpr: ClosedJaxpr | Jaxpr, times: int = 1, is_certain: bool = True, is_recomputed: bool = False
-) -> Iterator[ModelMatmul]:
-    """Yields every matmul and convolution of a program that runs `times` times, if that `is_certain`."""
-    for equation in open_jaxpr(jaxpr).eqns:
-        count = _COUNTERS.get(equation.primitive.name)
-        repeats = is_recomputed or RECOMPUTED_SCOPE in str(equation.source_info.name_stack)
-        if count is not None:
-            is_counted = is_certain and not _is_rewritten(equation)
-            yield ModelMatmul(equation, times * count(equation), is_counted, repeats)
-        else:
-            inner_times = times * inner_runs(equation)
-            is_inner_certain = is_certain and not (is_while(equation) or equation.primitive.name == "pallas_call")
-            for program in programs_in(equation):
-                yield from model_matmuls(program, inner_times, is_inner_certain, repeats)
+def model_matmuls(program: ClosedJaxpr | Jaxpr) -> Iterator[ModelMatmul]:
+    """Returns every matmul and convolution of a program."""
+    return _matmuls(open_jaxpr(program).eqns)
+
+
+def _matmuls(equations: Iterable[Any]) -> Iterator[ModelMatmul]:
+    for equation, times, around in runs(equations, lambda each: each.primitive.name in _COUNTERS):
+        if equation.primitive.name in _COUNTERS:
+            has_unknown_runs = any(is_while(each) or each.primitive.name == "pallas_call" for each in around)
+            yield ModelMatmul(
+                equation,
+                times * equation_flops(equation),
+                not has_unknown_runs and not _is_rewritten(equation),
+                any(RECOMPUTED_SCOPE in str(each.source_info.name_stack) for each in (*around, equation)),
+            )
+
+
+def flops_of(equation: Any) -> int:
+    """Returns the FLOPs of the matmuls and convolutions of an equation and of the programs inside it."""
+    return sum(matmul.flops for matmul in _matmuls([equation]))
 
 
 def equation_flops(equation: Any) -> int:

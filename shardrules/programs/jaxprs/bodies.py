@@ -6,7 +6,7 @@ from typing import Any, Self, final
 import attrs
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from shardrules.programs.jaxprs.calls import SCAN, WHILE, Call, is_cond
+from shardrules.programs.jaxprs.calls import SCAN, WHILE, InlinedCall, is_cond
 from shardrules.programs.jaxprs.walk import closed_like
 
 
@@ -88,12 +88,12 @@ class Body:
     operands: tuple[int, ...]
     """For each of its inputs the index of the operand that it is at first."""
     fixed_count: int
-    """How many of its first inputs are the same in all rounds."""
+    """The number of its first inputs that are the same in all rounds."""
 
 
 def bodies_of(equation: Any) -> tuple[Body, ...]:
     """The programs that a call, a loop or a conditional runs, the body of a loop before its test; else none."""
-    call, loop, indices = Call.of(equation), Loop.of(equation), range(len(equation.invars))
+    call, loop, indices = InlinedCall.of(equation), Loop.of(equation), range(len(equation.invars))
     if call is not None:
         return (Body(call.jaxpr, call.operands, len(call.operands)),)
     if loop is not None:
@@ -109,7 +109,7 @@ def bodies_of(equation: Any) -> tuple[Body, ...]:
 def with_bodies(equation: Any, changed: Sequence[Jaxpr]) -> Any:
     """Returns an equation with other programs, without their constants, in the place of those of `bodies_of`."""
     programs = [closed_like(body.program, each) for body, each in zip(bodies_of(equation), changed, strict=True)]
-    call, params = Call.of(equation), equation.params
+    call, params = InlinedCall.of(equation), equation.params
     if call is not None:
         return equation.replace(params=call.params_with(programs[0]))
     if is_cond(equation):

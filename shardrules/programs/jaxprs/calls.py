@@ -78,7 +78,7 @@ def has_custom_derivative(equation: Any) -> bool:
 
 @final
 @attrs.frozen(eq=False)
-class Call:
+class InlinedCall:
     """A program that an equation only calls."""
 
     equation: Any

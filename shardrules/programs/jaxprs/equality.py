@@ -18,11 +18,11 @@ Derivative: TypeAlias = Callable[[Any], ClosedJaxpr | None] | None
 functions compute is compared."""
 
 _POLICY_DEPTH = 4
-"""How many policies of `jax.checkpoint` may be made of each other to be compared."""
+"""The most policies of `jax.checkpoint` that are made of each other and compared: chosen by hand."""
 
 
 def equal_params(equation: Any, other: Any, derivative: Derivative = None) -> bool:
-    """Whether equations have equal parameters, and the same derivatives.
+    """Returns whether equations have equal parameters, and the same derivatives.
 
     ```python
     from shardrules.programs.jaxprs.equality import equal_params
@@ -51,7 +51,7 @@ def equal_params(equation: Any, other: Any, derivative: Derivative = None) -> bo
 
 
 def equal_values(value: Any, other: Any, derivative: Derivative = None) -> bool:
-    """Whether parameters are equal; programs are if all of their equations are."""
+    """Returns whether parameters are equal; programs are if all of their equations are."""
     if value is other:
         return True
     if type(value) is not type(other) or isinstance(value, Tracer):
@@ -85,7 +85,7 @@ def literal_value(literal: Any) -> Any:
 
 
 def _equal_policies(policy: Any, other: Any, depth: int = _POLICY_DEPTH) -> bool:
-    """Whether one function makes both policies of equal values."""
+    """Policies are equal if one function makes both of equal values."""
     code = getattr(policy, "__code__", None)
     if policy is other or code is None:
         return equal_values(policy, other)
@@ -99,7 +99,7 @@ def _equal_policies(policy: Any, other: Any, depth: int = _POLICY_DEPTH) -> bool
 
 
 def _values_of(function: Any) -> list[Any]:
-    """What a function closes over and has as defaults."""
+    """The values that a function closes over, and its defaults."""
     values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # a cell is empty until its variable is set

@@ -6,7 +6,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from jax.sharding import Sharding
 
 from shardrules.core.source import equation_stack, user_frames
-from shardrules.programs.jaxprs.calls import CHECKPOINTS, COND, PLAIN_CALLS, SCAN, WHILE, Call
+from shardrules.programs.jaxprs.calls import CHECKPOINTS, COND, PLAIN_CALLS, SCAN, WHILE, InlinedCall
 from shardrules.programs.jaxprs.rewrite import Writer, fresh, with_programs
 from shardrules.programs.jaxprs.walk import open_jaxpr
 
@@ -56,7 +56,7 @@ def _inline(
             equation = equation.replace(source_info=source)
         is_inlined = name in PLAIN_CALLS or (replace_checkpoints and name in CHECKPOINTS)
         if is_inlined and not _has_shardings(equation):
-            call = Call.of(equation)
+            call = InlinedCall.of(equation)
             assert call is not None, "what is inlined is a call"
             inner = open_jaxpr(call.jaxpr)
             inside = Writer(dict(zip(inner.invars, operands, strict=True)), writer.equations)
@@ -76,6 +76,6 @@ def _inline(
 
 
 def _has_shardings(equation: Any) -> bool:
-    """Whether a call asks for shardings, which are orders to the partitioner."""
+    # Shardings are orders to the partitioner.
     keys = ("in_shardings", "out_shardings")
     return any(isinstance(sharding, Sharding) for key in keys for sharding in equation.params.get(key, ()))

@@ -11,7 +11,7 @@ from shardrules.programs.jaxprs.walk import closed_like, open_jaxpr
 
 
 def replaced(var: Any, variables: Mapping[Any, Any]) -> Any:
-    """What stands in the place of a variable; itself if nothing does."""
+    """The operand in the place of a variable; itself if there is none."""
     return var if isinstance(var, Literal) else variables.get(var, var)
 
 
@@ -28,14 +28,14 @@ def reading(equations: Iterable[Any], variables: Mapping[Any, Any]) -> list[Any]
 @final
 @attrs.define(eq=False)
 class Writer:
-    """A program that is written: its equations so far, and what stands in the place of variables of the old one."""
+    """A program that is written: its equations so far, and the operands in the place of variables of the old one."""
 
     current: dict[Any, Any] = attrs.field(factory=dict)
     equations: list[Any] = attrs.field(factory=list)
     _made: dict[Hashable, Any] = attrs.field(factory=dict)
 
     def read(self, variables: Iterable[Any]) -> list[Any]:
-        """What stands in the place of some variables."""
+        """The operands in the place of some variables."""
         return [replaced(var, self.current) for var in variables]
 
     def add(self, equation: Any) -> list[Any]:
@@ -51,13 +51,13 @@ class Writer:
 
     def splice(self, program: ClosedJaxpr, operands: Sequence[Any], like: Any, results: Sequence[Any]) -> None:
         """Adds the equations of a program, with operands and results of others and the line of the equation `like`."""
-        jaxpr, given = program.jaxpr, dict(zip(program.jaxpr.outvars, results, strict=True))
+        jaxpr, targets = program.jaxpr, dict(zip(program.jaxpr.outvars, results, strict=True))
         # Constants, such as masks of kernels, are written into the equations: bodies of loops have none of their own.
         consts = zip(jaxpr.constvars, program.consts, strict=True)
         current: dict[Any, Any] = {var: Literal(value, var.aval) for var, value in consts}
         current |= zip(jaxpr.invars, operands, strict=True)
         for step in jaxpr.eqns:
-            current |= {var: given.get(var) or Var(var.aval) for var in step.outvars}
+            current |= {var: targets.get(var) or Var(var.aval) for var in step.outvars}
             invars, outvars = ([replaced(var, current) for var in side] for side in (step.invars, step.outvars))
             self.add(step.replace(invars=invars, outvars=outvars, source_info=like.source_info))
 

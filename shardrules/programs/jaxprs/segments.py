@@ -1,4 +1,4 @@
-"""Stretches of equations as programs, and what tells equations apart."""
+"""Stretches of equations as programs, and the signatures of equations."""
 
 import functools
 import math
@@ -48,7 +48,7 @@ def evaluated(equation: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def segment_results(body: Jaxpr, start: int, stop: int) -> list[Any]:
-    """Returns what equations of a program compute and others, or the program's caller, read."""
+    """Returns the results of equations of a program that others, or the program's caller, read."""
     later = dict.fromkeys(reads(body.eqns[stop:]))
     later.update(dict.fromkeys(var for var in body.outvars if not isinstance(var, Literal)))
     outputs = [var for equation in body.eqns[start:stop] for var in equation.outvars if type(var) is Var]
@@ -56,7 +56,7 @@ def segment_results(body: Jaxpr, start: int, stop: int) -> list[Any]:
 
 
 def signature(equation: Any, has_literals: bool = True) -> Any:
-    """What an equation computes, apart from which arrays it takes, from which index on, and with which constants.
+    """A key of what an equation computes, whichever arrays it takes, from which index on, and with which constants.
 
     Without literals also apart from which operands are constants, such as the 0 that a sum over layers begins with.
     """
@@ -73,7 +73,7 @@ def signature(equation: Any, has_literals: bool = True) -> Any:
 
 
 def is_float(var: Any) -> bool:
-    """Whether an array has elements with derivatives; tokens have no elements at all."""
+    """Tokens have no elements, and so no derivatives."""
     return jnp.issubdtype(getattr(var.aval, "dtype", np.dtype(int)), np.inexact)
 
 

@@ -1,8 +1,8 @@
 """Walks through a traced program and the programs inside its equations."""
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, final
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.interpreters import partial_eval
@@ -29,12 +29,33 @@ def programs_in(equation: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
                 yield item
 
 
+@final
+class Run(NamedTuple):
+    """An equation as it runs."""
+
+    equation: Any
+    times: int  # on whole arrays
+    around: tuple[Any, ...]  # the equations whose programs it is in
+
+
+def runs(
+    equations: Iterable[Any], is_leaf: Callable[[Any], bool] = lambda equation: False, times: int = 1, around: Any = ()
+) -> Iterator[Run]:
+    """Yields all equations, and those of the programs inside of them, but not of leaves.
+
+    A loop of unknown length runs once, and so does every branch.
+    """
+    for equation in equations:
+        yield Run(equation, times, around)
+        if not is_leaf(equation):
+            inner_times = times * inner_runs(equation)
+            for inner in programs_in(equation):
+                yield from runs(open_jaxpr(inner).eqns, is_leaf, inner_times, (*around, equation))
+
+
 def equations(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
     """Yields all equations of a traced program and of the programs inside it."""
-    for equation in open_jaxpr(program).eqns:
-        yield equation
-        for inner in programs_in(equation):
-            yield from equations(inner)
+    return (run.equation for run in runs(open_jaxpr(program).eqns))
 
 
 def inner_runs(equation: Any) -> int:

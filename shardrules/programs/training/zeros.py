@@ -7,7 +7,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardrules.programs.jaxprs.bodies import branches_of, scan_of
-from shardrules.programs.jaxprs.calls import Call, is_cond, is_scan
+from shardrules.programs.jaxprs.calls import InlinedCall, is_cond, is_scan
 from shardrules.programs.jaxprs.walk import open_jaxpr
 from shardrules.programs.training.examples.rules import ADDING, LINEAR
 
@@ -47,7 +47,7 @@ def _zeros_of(equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
     if is_cond(equation):
         branches = [zero_results(branch, operands[1:]) for branch in branches_of(equation)]
         return [all(flags) for flags in zip(*branches, strict=True)]
-    call = Call.of(equation)
+    call = InlinedCall.of(equation)
     if call is not None:
         return zero_results(call.jaxpr, [operands[index] for index in call.operands])
     if name == "div":

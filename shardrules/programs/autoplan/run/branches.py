@@ -16,7 +16,7 @@ from shardrules.programs.autoplan.run.expand import call_steps
 from shardrules.programs.autoplan.traced.factors.table import is_elementwise
 from shardrules.programs.autoplan.traced.program import is_on_host
 from shardrules.programs.jaxprs.bodies import branches_of
-from shardrules.programs.jaxprs.calls import OPEN, Call, is_cond
+from shardrules.programs.jaxprs.calls import OPEN, InlinedCall, is_cond
 from shardrules.programs.jaxprs.rewrite import rewritten
 from shardrules.programs.jaxprs.walk import open_jaxpr
 
@@ -89,7 +89,7 @@ def _computes(branch: Jaxpr) -> bool:
 
 def _is_cheap(jaxpr: Jaxpr) -> bool:
     for equation in jaxpr.eqns:
-        name, call = equation.primitive.name, Call.of(equation)
+        name, call = equation.primitive.name, InlinedCall.of(equation)
         if call is not None:
             is_cheap = _is_cheap(open_jaxpr(call.jaxpr))
         elif is_cond(equation):

@@ -24,8 +24,9 @@ from shardrules.programs.autoplan.graph.region_cost import shard_axes
 from shardrules.programs.autoplan.run.local import LocalSplit, RegionRun, local_jaxpr, row_major_jaxpr
 from shardrules.programs.autoplan.traced.program import is_on_host
 from shardrules.programs.jaxprs.bodies import Loop, branches_of, with_bodies
-from shardrules.programs.jaxprs.calls import Call, is_cond
+from shardrules.programs.jaxprs.calls import InlinedCall, is_cond
 from shardrules.programs.jaxprs.rewrite import Writer
+from shardrules.programs.jaxprs.segments import struct
 from shardrules.programs.jaxprs.walk import open_jaxpr
 from shardrules.programs.regions.function import ShardFunction
 
@@ -226,18 +227,17 @@ class _Rewriter:
         if is_on_host(var.aval) or not isinstance(var.aval, ShapedArray):
             return var
         source = {} if like is None else {"source_info": like.source_info}
-        constraint = self.constraint(var.aval, spec)
+        constraint = self.constraint(var, spec)
         (result,) = writer.add(constraint.replace(invars=[var], outvars=[Var(var.aval)], **source))
         return result
 
-    def constraint(self, aval: Any, spec: PartitionSpec) -> Any:
+    def constraint(self, var: Any, spec: PartitionSpec) -> Any:
         """Returns the equation of a constraint, traced once for each shape and spec."""
+        aval = var.aval
         key = (aval.shape, aval.dtype, aval.weak_type, spec_key(spec))
         if key not in self.constraints:
             sharding = NamedSharding(self.mesh, spec)
-            traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(
-                jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-            )
+            traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(struct(var))
             self.constraints[key] = traced.eqns[0]
         return self.constraints[key]
 
@@ -245,7 +245,7 @@ class _Rewriter:
         """Adds an equation and the constraints around it."""
         # Equations are counted in the order in which `read_jaxpr` did, so that the keys of layouts agree.
         index, self.equation_count = self.equation_count, self.equation_count + 1
-        call, loop, inputs = Call.of(equation), Loop.of(equation), writer.read(equation.invars)
+        call, loop, inputs = InlinedCall.of(equation), Loop.of(equation), writer.read(equation.invars)
         if call is not None:
             called = self.body(open_jaxpr(call.jaxpr), (), ())
             writer.add(with_bodies(equation, [called]).replace(invars=inputs))
@@ -270,9 +270,8 @@ class _Rewriter:
             operands.append(last)
         if layouts.row_major_spec is not None:
             (operand,) = operands
-            aval, operands = operand.aval, [Var(operand.aval)]
-            shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-            program = row_major_jaxpr(shape, layouts.row_major_spec, self.mesh)
+            operands = [Var(operand.aval)]
+            program = row_major_jaxpr(struct(operand), layouts.row_major_spec, self.mesh)
             writer.splice(program, [operand], equation, operands)
         if layouts.local is None:
             writer.add(equation.replace(invars=operands))

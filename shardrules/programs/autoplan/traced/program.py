@@ -21,11 +21,10 @@ from jax.extend.core import Literal as Constant
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardrules.programs.autoplan.traced.factors.table import Factors, op_factors
-from shardrules.programs.compiling.model_flops import equation_flops
 from shardrules.programs.jaxprs.bodies import Loop, branches_of
-from shardrules.programs.jaxprs.calls import COND, Call, is_checkpoint, is_cond
+from shardrules.programs.jaxprs.calls import COND, InlinedCall, is_checkpoint, is_cond
 from shardrules.programs.jaxprs.walk import open_jaxpr
-from shardrules.programs.regions.function import pallas_flops
+from shardrules.programs.regions.function import own_flops
 
 Role: TypeAlias = Literal["compute", "enter", "join", "exit", "leave", "fixed", "opaque", "return"]
 """What an operation is: an equation (`compute`), a constraint of the user (`fixed`), a `shard_map` (`opaque`) or a
@@ -263,7 +262,7 @@ class _JaxprReader:
     ) -> list[int | None]:
         # Calls are counted, too, and before what is inside of them: the replay does the same.
         equation_index, self.equation_count = self.equation_count, self.equation_count + 1
-        call = Call.of(equation)
+        call = InlinedCall.of(equation)
         if call is not None:
             operands = [operands[index] for index in call.operands]
             # Compilers compute what is checkpointed again, and share nothing of it.
@@ -357,6 +356,22 @@ class _JaxprReader:
                 self.add_identity("enter", (equation_index, slot), operand, result, region, read_count, extra_dims)
         return entered
 
+    def join(
+        self,
+        name: str,
+        position: tuple[int, int],
+        operands: tuple[int | None, ...],
+        result: int,
+        region: int,
+        read_counts: tuple[int, ...],
+    ) -> Operation:
+        """An operation whose result is one of its operands. `position` is the equation index and the slot."""
+        shape = self.arrays[result].shape
+        dims = tuple(range(len(shape)))
+        factors = Factors((dims,) * len(operands), (dims,), shape)
+        run_count = self.regions[region].run_count
+        return Operation("join", name, *position, operands, (result,), factors, run_count, region, read_counts)
+
     def read_rounds(
         self,
         equation_index: int,
@@ -379,18 +394,8 @@ class _JaxprReader:
         self.operations += [_UNFINISHED] * len(rounds)
         ends = self.read_body(body, [*entered, *rounds, *pieces], region)
         for slot, (array, start, end) in enumerate(zip(rounds, starts, ends, strict=False)):
-            dims = tuple(range(len(self.arrays[array].shape)))
-            self.operations[first_join + slot] = Operation(
-                "join",
-                "join",
-                equation_index,
-                slot,
-                (start, end),
-                (array,),
-                Factors((dims, dims), (dims,), self.arrays[array].shape),
-                inside_count,
-                region,
-                (outside_count, inside_count),
+            self.operations[first_join + slot] = self.join(
+                "join", (equation_index, slot), (start, end), array, region, (outside_count, inside_count)
             )
         # The value at the end is what went round last, but other operations may read it in another layout.
         exits: list[int | None] = []
@@ -448,23 +453,9 @@ class _JaxprReader:
         for slot, var in enumerate(equation.outvars):
             result = self.add_array(var.aval)
             results.append(result)
-            dims = tuple(range(len(self.arrays[result].shape)))
             joined = tuple(arrays[slot] for arrays in branch_results)
-            factors = Factors((dims,) * len(joined), (dims,), self.arrays[result].shape)
-            self.operations.append(
-                Operation(
-                    "join",
-                    COND,
-                    equation_index,
-                    slot,
-                    joined,
-                    (result,),
-                    factors,
-                    count,
-                    region,
-                    (count,) * len(joined),
-                )
-            )
+            counts = (count,) * len(joined)
+            self.operations.append(self.join(COND, (equation_index, slot), joined, result, region, counts))
         return results
 
 
@@ -520,10 +511,8 @@ def _whole_factors(equation: Any) -> Factors:
 
 
 def _flops(equation: Any) -> tuple[int, Any]:
-    name, params = equation.primitive.name, equation.params
-    if name in ("region", "pallas_call"):
-        flops = params["function"].flops(params["program"]) if name == "region" else pallas_flops(equation)
+    flops = own_flops(equation)
+    if equation.primitive.name in ("region", "pallas_call"):
         dtypes = (var.aval.dtype for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.inexact))
         return flops, next(dtypes, None)
-    flops = equation_flops(equation)
     return flops, equation.invars[0].aval.dtype if flops else None

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from shardrules.core.errors import MicrobatchError
 from shardrules.programs.jaxprs.bodies import Loop, branches_of
-from shardrules.programs.jaxprs.calls import Call, has_custom_vjp, is_checkpoint, is_cond
+from shardrules.programs.jaxprs.calls import InlinedCall, has_custom_vjp, is_checkpoint, is_cond
 from shardrules.programs.jaxprs.inline import flattened
 from shardrules.programs.training.examples.derivatives import cotangent_facts, pulled_back, wrong_cotangent
 from shardrules.programs.training.examples.facts import (
@@ -200,7 +200,7 @@ class _Reader:
             return self.branches
         if is_checkpoint(equation):
             return self.checkpoint
-        return None if Call.of(equation) is None else self.call
+        return None if InlinedCall.of(equation) is None else self.call
 
     def checkpoint(
         self, equation: Any, other: Any, operands: Sequence[Fact]
@@ -211,7 +211,7 @@ class _Reader:
 
     def call(self, equation: Any, other: Any, operands: Sequence[Fact]) -> tuple[list[Fact], tuple[BodyFacts, ...]]:
         """A function with derivatives of its own: it runs as it is."""
-        calls = [call for call in map(Call.of, (equation, other)) if call is not None]
+        calls = [call for call in map(InlinedCall.of, (equation, other)) if call is not None]
         first, second = (
             flattened(call.jaxpr if isinstance(call.jaxpr, ClosedJaxpr) else ClosedJaxpr(call.jaxpr, ()))
             for call in calls

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardrules.core.errors import MicrobatchError
 from shardrules.core.jax_state import lines_of
 from shardrules.programs.jaxprs.bodies import Loop, bodies_of
-from shardrules.programs.jaxprs.calls import Call, is_checkpoint, is_cond
+from shardrules.programs.jaxprs.calls import InlinedCall, is_checkpoint, is_cond
 from shardrules.programs.jaxprs.segments import evaluated
 from shardrules.programs.jaxprs.walk import open_jaxpr
 from shardrules.programs.training.examples.facts import Fact, name_of_step
@@ -152,7 +152,7 @@ class Replay:
         if nested is not None:
             with lines_of(equation):
                 return self.nested(equation, other, nested, operands)
-        if is_scaled and Call.of(equation) is not None:
+        if is_scaled and InlinedCall.of(equation) is not None:
             return evaluated(self.closed_calls[id(equation)], operands)
         columns = own_columns(equation, facts, self.counts)
         if columns:
@@ -283,7 +283,7 @@ def matched_calls(whole: ClosedJaxpr, part: ClosedJaxpr, counts: Counts) -> dict
 
 def _closed_calls(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
     for equation in open_jaxpr(program).eqns:
-        if Call.of(equation) is not None and not is_checkpoint(equation):
+        if InlinedCall.of(equation) is not None and not is_checkpoint(equation):
             yield equation
         else:
             for body in bodies_of(equation):

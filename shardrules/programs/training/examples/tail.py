@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
 from shardrules.core.source import equation_line, short_line
 from shardrules.programs.jaxprs.rewrite import reading, replaced
-from shardrules.programs.jaxprs.segments import evaluated
+from shardrules.programs.jaxprs.segments import evaluated, struct
 from shardrules.programs.jaxprs.walk import reads, without_dead_code
 from shardrules.programs.training.examples.facts import name_of_step
 
@@ -80,13 +80,11 @@ class Tail:
         """Returns which equation makes the loss no sum of its sums; empty where their weights are constants."""
         # Those without derivatives, such as counts of right answers, may be no weights either.
         sums = range(self.argument_count, self.argument_count + len(self.is_trained))
-        avals = self.program.in_avals
 
         def weights(*values: Any) -> list[Any]:
             return self.coefficients(values[: self.argument_count], values[self.argument_count :])
 
-        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
-        gradient = jax.make_jaxpr(weights)(*shapes)
+        gradient = jax.make_jaxpr(weights)(*map(struct, self.program.jaxpr.invars))
         if not _depends(gradient, sums, len(gradient.out_avals)):
             return ""
         return _first_nonlinear(self.program, sums)

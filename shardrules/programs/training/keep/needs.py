@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from shardrules.programs.jaxprs.calls import COND, CUSTOM_JVP, SCAN, WHILE
 from shardrules.programs.jaxprs.inline import flattened
 from shardrules.programs.jaxprs.segments import WITHOUT_DERIVATIVE, is_float, segment_program, signature, struct
-from shardrules.programs.jaxprs.walk import open_jaxpr, programs_in
+from shardrules.programs.jaxprs.walk import open_jaxpr, programs_in, reads
 from shardrules.programs.training.keep.rules import RuleValues, has_rule
 
 _DEAR = "dot_general conv_general_dilated ragged_dot_general gather random_bits threefry2x32 sort top_k fft cholesky"
@@ -67,9 +67,7 @@ class NeedsReader:
         for index in range(len(needs) - 1, -1, -1):
             equation = body.eqns[index]
             if any(equation.outvars[result] in useful for result in needs[index].traced_results):
-                useful.update(
-                    dict.fromkeys(var for var in equation.invars if not isinstance(var, Literal) and var in traced)
-                )
+                useful.update(dict.fromkeys(var for var in reads([equation]) if var in traced))
             else:
                 needs[index] = EquationNeeds((), ())
         return needs

@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardrules.programs.compiling.model_flops import model_flops
+from shardrules.programs.compiling.model_flops import flops_of
 from shardrules.programs.jaxprs.bodies import scan_of
 from shardrules.programs.jaxprs.calls import is_scan
 from shardrules.programs.jaxprs.segments import (
@@ -205,8 +205,7 @@ def _computed_from(body: Jaxpr, resident: Mapping[Any, None]) -> dict[Any, None]
     """What is in memory while a body runs, and other forms of it."""
     weights = dict(resident)
     for equation in body.eqns:
-        operands = [var for var in equation.invars if not isinstance(var, Literal)]
-        if equation.primitive.name in _COPIES and all(var in weights for var in operands):
+        if equation.primitive.name in _COPIES and all(var in weights for var in reads([equation])):
             weights.update(dict.fromkeys(equation.outvars))
     return weights
 
@@ -227,7 +226,7 @@ def find_runs(body: Jaxpr, start: int, stop: int, *, as_loops: bool = False) -> 
     For loops, cuts of a run are better that leave it more segments, and constants count as arrays.
     """
     signatures = _signatures(body.eqns[start:stop], has_literals=not as_loops)
-    flops = np.array([_flops(equation) for equation in body.eqns[start:stop]], float)
+    flops = np.array([*map(flops_of, body.eqns[start:stop])], float)
     if not flops.any():
         return []
     best: tuple[float, int, int, int] | None = None  # FLOPs, then period, start and stop
@@ -262,7 +261,7 @@ def _best_rotation(body: Jaxpr, start: int, stop: int, period: int, wider: float
     """
     last_use: dict[Any, int] = {}
     for index, equation in enumerate(body.eqns):
-        last_use.update((var, index) for var in equation.invars if not isinstance(var, Literal))
+        last_use.update((var, index) for var in reads([equation]))
     last_use.update((var, len(body.eqns)) for var in body.outvars if not isinstance(var, Literal))
     crossing = np.zeros(stop - start + 1)
     for index in range(start, stop):
@@ -303,7 +302,3 @@ def _signatures(equations: Sequence[Any], has_literals: bool) -> np.ndarray:
     return np.array(
         [numbers.setdefault(signature(equation, has_literals), len(numbers)) for equation in equations], np.int64
     )
-
-
-def _flops(equation: Any) -> int:
-    return model_flops(segment_program([equation], []))

@@ -17,7 +17,7 @@ from shardrules.programs.autoplan.run.call import read_call
 from shardrules.programs.autoplan.run.rewrite import chosen_layouts, with_layouts
 from shardrules.programs.autoplan.solve.search import Task
 from shardrules.programs.autoplan.traced.program import read_jaxpr
-from shardrules.programs.jaxprs.calls import Call
+from shardrules.programs.jaxprs.calls import InlinedCall
 from shardrules.programs.jaxprs.walk import open_jaxpr
 
 MATRICES = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4, 4)) + 8 * np.eye(4), jnp.float32)
@@ -26,13 +26,13 @@ VECTORS = jnp.asarray(np.random.default_rng(1).normal(size=(8, 4, 2)), jnp.float
 
 def test_calls_are_recognized() -> None:
     (equation,) = jax.make_jaxpr(jax.jit(jnp.sin))(VECTORS).eqns
-    call = Call.of(equation)
+    call = InlinedCall.of(equation)
     assert call is not None
     assert isinstance(call.jaxpr, ClosedJaxpr)
     assert open_jaxpr(call.jaxpr) is open_jaxpr(open_jaxpr(call.jaxpr))
     assert call.operands == (0,)
     (sin,) = open_jaxpr(call.jaxpr).eqns
-    assert Call.of(sin) is None
+    assert InlinedCall.of(sin) is None
 
 
 def doubled(x: jax.Array) -> jax.Array:
