@@ -32,7 +32,7 @@ class Writer:
 
     current: dict[Any, Any] = attrs.field(factory=dict)
     equations: list[Any] = attrs.field(factory=list)
-    _made: dict[Hashable, Any] = attrs.field(factory=dict)
+    _results: dict[Hashable, Any] = attrs.field(factory=dict)
 
     def read(self, variables: Iterable[Any]) -> list[Any]:
         """The operands in the place of some variables."""
@@ -45,9 +45,9 @@ class Writer:
 
     def once(self, key: Hashable, add: Callable[[], Any]) -> Any:
         """Returns what `add` does: for equal keys, what it did the first time."""
-        if key not in self._made:
-            self._made[key] = add()
-        return self._made[key]
+        if key not in self._results:
+            self._results[key] = add()
+        return self._results[key]
 
     def splice(self, program: ClosedJaxpr, operands: Sequence[Any], like: Any, results: Sequence[Any]) -> None:
         """Adds the equations of a program, with operands and results of others and the line of the equation `like`."""

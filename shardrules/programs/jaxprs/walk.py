@@ -30,7 +30,7 @@ def programs_in(equation: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
 
 
 @final
-class Run(NamedTuple):
+class EquationRun(NamedTuple):
     """An equation as it runs."""
 
     equation: Any
@@ -40,13 +40,13 @@ class Run(NamedTuple):
 
 def runs(
     equations: Iterable[Any], is_leaf: Callable[[Any], bool] = lambda equation: False, times: int = 1, around: Any = ()
-) -> Iterator[Run]:
+) -> Iterator[EquationRun]:
     """Yields all equations, and those of the programs inside of them, but not of leaves.
 
     A loop of unknown length runs once, and so does every branch.
     """
     for equation in equations:
-        yield Run(equation, times, around)
+        yield EquationRun(equation, times, around)
         if not is_leaf(equation):
             inner_times = times * inner_runs(equation)
             for inner in programs_in(equation):
