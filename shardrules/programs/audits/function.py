@@ -12,8 +12,9 @@ from shardrules.programs.audits.shape_matching import ShapeSet
 from shardrules.programs.compiled.flops import Matmul
 from shardrules.programs.compiling.compile import Compiled
 from shardrules.programs.compiling.constraints import Constraint, find_constraints
-from shardrules.programs.compiling.model_flops import ModelMatmul, model_matmuls, without_dead_code
+from shardrules.programs.compiling.model_flops import ModelMatmul, model_matmuls
 from shardrules.programs.compiling.roundings import Rounding, find_roundings
+from shardrules.programs.jaxprs.walk import without_dead_code
 
 MAX_FLOPS_RATIO = 1.05
 """More than this many times the function's own FLOPs mean that devices repeat each other's work. Chosen by hand: work

@@ -18,7 +18,7 @@ from typing import final
 
 import attrs
 
-from shardrules.programs.compiled.text import Computation, Instruction
+from shardrules.programs.compiled.text import LOOP, Computation, Instruction
 
 _PASSES_ON = (
     *("copy", "copy-start", "copy-done", "bitcast", "bitcast-convert", "reshape", "transpose", "convert"),
@@ -29,7 +29,7 @@ _PASSES_ON = (
 _PASSES_ON_TARGETS = ("ConcatBitcast", "MoveToHost", "MoveToDevice", "Sharding")
 """Targets of custom calls that do the same."""
 
-_CARRIERS = ("get-tuple-element", "tuple", "fusion", "call", "while", "parameter", "optimization-barrier")
+_CARRIERS = ("get-tuple-element", "tuple", "fusion", "call", LOOP, "parameter", "optimization-barrier")
 """Instructions whose result is the very value of another instruction."""
 
 CALL_ROLES = (
@@ -105,7 +105,7 @@ class Flow:
         trips: dict[str, int | None] = {}
         for computation in self.computations:
             for instruction in computation.instructions:
-                if instruction.op == "while":
+                if instruction.op == LOOP:
                     printed = printed_trips(instruction)
                     trips[instruction.name] = (
                         self._counted_trips(computation, instruction) if printed is None else printed
@@ -186,7 +186,7 @@ class Flow:
             called = instruction.references("calls") or instruction.references("to_apply")
             return Value(called[0], self.by_name[called[0]].root, value.index)
         # A loop returns an element of its state that no round changes as it received it.
-        if instruction.op == "while" and value.index is not None:
+        if instruction.op == LOOP and value.index is not None:
             unchanged = self._is_unchanged(instruction.references("body")[0], value.index)
             return attrs.evolve(operands[0], index=value.index) if unchanged else None
         if instruction.op == "parameter":

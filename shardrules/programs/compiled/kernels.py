@@ -10,7 +10,7 @@ from shardrules.programs.compiled.custom_calls import NO_WORK, kernel_names
 from shardrules.programs.compiled.flops import Matmul
 from shardrules.programs.compiled.flow import CALL_ROLES, LOOP_ROLES, Times, printed_trips
 from shardrules.programs.compiled.program import CompiledProgram
-from shardrules.programs.compiled.text import HOST_MEMORY, Computation, Instruction
+from shardrules.programs.compiled.text import HOST_MEMORY, LOOP, Computation, Instruction
 from shardrules.programs.compiled.traffic import (
     fusion_of,
     gathered_bytes,
@@ -21,7 +21,7 @@ from shardrules.programs.compiled.traffic import (
     written_bytes,
 )
 
-_CONTROL_FLOW = ("while", "conditional", "call", "call-start", "async-start")
+_CONTROL_FLOW = (LOOP, "conditional", "call", "call-start", "async-start")
 """Operations that run another computation kernel by kernel."""
 
 COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")

@@ -14,7 +14,14 @@ import attrs
 from shardrules.core.errors import ProgramTextError
 from shardrules.core.source import Source
 from shardrules.programs.compiled.flow import LOOP_ROLES, CallSite, Flow, Times, Value
-from shardrules.programs.compiled.text import ArrayType, Computation, Instruction, begins_instruction, read_attributes
+from shardrules.programs.compiled.text import (
+    LOOP,
+    ArrayType,
+    Computation,
+    Instruction,
+    begins_instruction,
+    read_attributes,
+)
 
 # ENTRY %main.4 (x: f32[8]) -> f32[8] {
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+)(?: \(| \{)")
@@ -112,7 +119,7 @@ class CompiledProgram:
         return tuple(
             instruction
             for computation, instruction in self.walk()
-            if instruction.op == "while"
+            if instruction.op == LOOP
             and self.flow.trips[instruction.name] is None
             and self.times(computation.name).count
         )

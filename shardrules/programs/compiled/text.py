@@ -68,6 +68,10 @@ class ArrayType:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
+LOOP = "while"
+"""The operation of a loop."""
+
+
 @final
 @attrs.frozen
 class Instruction:

@@ -14,7 +14,7 @@ import attrs
 
 from shardrules.programs.compiled.flow import LOOP_ROLES, Value
 from shardrules.programs.compiled.program import CompiledProgram
-from shardrules.programs.compiled.text import Computation, Instruction
+from shardrules.programs.compiled.text import LOOP, Computation, Instruction
 
 MOVES = (
     *("copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose", "optimization-barrier"),
@@ -96,7 +96,7 @@ def _steps(program: CompiledProgram, value: Value, passes_on: Callable[[Instruct
             index = int(user.attributes["index"])
             if value.index in (None, index):
                 yield Value(computation.name, user.name)
-        elif user.op in ("tuple", "fusion", "call", "while", "async-start"):
+        elif user.op in ("tuple", "fusion", "call", LOOP, "async-start"):
             for position, name in enumerate(user.operands):
                 if name == value.instruction:
                     yield from _inside(program, computation, user, position, value)
@@ -113,7 +113,7 @@ def _inside(
     if user.op == "tuple":
         yield Value(computation.name, user.name, position)
         return
-    roles = LOOP_ROLES if user.op == "while" else ("calls", "to_apply")
+    roles = LOOP_ROLES if user.op == LOOP else ("calls", "to_apply")
     for name in (name for role in roles for name in user.references(role)):
         parameters = program.find(name).parameters
         if position < len(parameters):

@@ -28,6 +28,7 @@ from shardrules.programs.compiling.constraints import find_constraints, weakened
 from shardrules.programs.compiling.flags import Options
 from shardrules.programs.compiling.retarget import retarget
 from shardrules.programs.compiling.source import names_other_mesh, naming_lines
+from shardrules.programs.jaxprs.calls import is_jit
 
 REMATERIALISED = "Involuntary full rematerialization"
 """In XLA's warning when it gathers a whole array only to split it in another way."""
@@ -190,7 +191,7 @@ def _unwrapped(fn: Callable[..., Any], traced: Any, result: Any, written: tuple[
     structs = tuple(jtu.tree_leaves(traced.out_info))
     program = traced.jaxpr.jaxpr
     # A jitted function is one single `jit` equation, whose parameters are what its `jax.jit` was called with.
-    inner = program.eqns[0] if len(program.eqns) == 1 and program.eqns[0].primitive.name in ("jit", "pjit") else None
+    inner = program.eqns[0] if len(program.eqns) == 1 and is_jit(program.eqns[0]) else None
     if inner is None:
         return Traced(fn, traced.jaxpr, result, structs, written, (), {}, (None,) * len(structs))
     index_of = {id(variable): index for index, variable in enumerate(program.invars)}

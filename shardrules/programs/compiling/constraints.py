@@ -13,14 +13,15 @@ from shardrules.core.check import check_spec
 from shardrules.core.finding import Finding, shape_text
 from shardrules.core.source import Source, called_from, equation_stack, user_line
 from shardrules.core.spec import spec_repr
-from shardrules.programs.jaxprs.walk import CHECKPOINTS, equations, programs_in
+from shardrules.programs.jaxprs.calls import InlinedCall
+from shardrules.programs.jaxprs.walk import equations, open_jaxpr, programs_in
 
 Constraint: TypeAlias = tuple[tuple[int, ...], PartitionSpec, list[Source]]
 """An array whose sharding a function constrains: its shape, the spec, and the lines of code, innermost first."""
 
 
 def find_constraints(program: ClosedJaxpr) -> Iterator[Constraint]:
-    """Yields the shape, spec and lines of every array whose sharding a function constrains.
+    """Returns the shape, spec and lines of every array whose sharding a function constrains.
 
     ```python
     from shardrules.programs.compiling.constraints import find_constraints
@@ -31,12 +32,16 @@ def find_constraints(program: ClosedJaxpr) -> Iterator[Constraint]:
     assert [(shape, spec) for shape, spec, _ in find_constraints(program)] == [((16,), P("data"))]
     ```
     """
-    for equation in equations(program):
-        # On Auto axes a constraint is the one, on Explicit axes the other.
-        if equation.primitive.name in ("sharding_constraint", "reshard"):
-            sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
-            if isinstance(sharding, NamedSharding):
-                yield equation.invars[0].aval.shape, sharding.spec, equation_stack(equation)
+    return (constraint for constraint in map(_constraint, equations(program)) if constraint is not None)
+
+
+def _constraint(equation: Any) -> Constraint | None:
+    # On Auto axes a constraint is the one, on Explicit axes the other.
+    if equation.primitive.name not in ("sharding_constraint", "reshard"):
+        return None
+    sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
+    is_named = isinstance(sharding, NamedSharding)
+    return (equation.invars[0].aval.shape, sharding.spec, equation_stack(equation)) if is_named else None
 
 
 def weakened_constraints(constraints: Iterable[Constraint], sizes: Mapping[str, int]) -> Iterator[Finding]:
@@ -77,33 +82,16 @@ def _collect(program: Jaxpr, bits: Sequence[int], constraints: dict[int, list[Co
     depends = dict(zip(map(id, program.invars), bits, strict=True))
     for equation in program.eqns:
         operands = [depends.get(id(value), 0) for value in equation.invars]
-        if equation.primitive.name in ("sharding_constraint", "reshard"):
-            sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
-            if isinstance(sharding, NamedSharding):
-                operand: Any = equation.invars[0]
-                constraint = operand.aval.shape, sharding.spec, equation_stack(equation)
-                for index in range(operands[0].bit_length()):
-                    if operands[0] >> index & 1:
-                        constraints.setdefault(index, []).append(constraint)
+        constraint = _constraint(equation)
+        for index in range(operands[0].bit_length() if constraint is not None else 0):
+            if constraint is not None and operands[0] >> index & 1:
+                constraints.setdefault(index, []).append(constraint)
         everything = functools.reduce(operator.or_, operands, 0)
         results = [everything] * len(equation.outvars)
-        for inner in programs_in(equation):
-            jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-            # A call has the operands of its program; loops and branches have others, in an order of their own.
-            is_call = len(jaxpr.invars) == len(operands) and equation.primitive.name in _CALLS
-            inside = _collect(jaxpr, operands if is_call else [everything] * len(jaxpr.invars), constraints)
-            results = inside if is_call and len(inside) == len(results) else results
+        call = InlinedCall.of(equation)
+        if call is not None:
+            results = _collect(open_jaxpr(call.jaxpr), [operands[index] for index in call.operands], constraints)
+        for jaxpr in map(open_jaxpr, () if call is not None else programs_in(equation)):
+            _collect(jaxpr, [everything] * len(jaxpr.invars), constraints)
         depends |= dict(zip(map(id, equation.outvars), results, strict=True))
     return [depends.get(id(result), 0) for result in program.outvars]
-
-
-_CALLS = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    *CHECKPOINTS,
-    "custom_jvp_call",
-    "custom_vjp_call",
-)
-"""Operations that call one program with their own operands."""

@@ -13,7 +13,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardrules.programs.compiled.kernel_costs import KernelCall
-from shardrules.programs.jaxprs.walk import programs_in, scan_counts
+from shardrules.programs.jaxprs.bodies import Body, bodies_of
+from shardrules.programs.jaxprs.walk import open_jaxpr, programs_in
 
 
 def find_kernel_calls(program: ClosedJaxpr) -> tuple[KernelCall, ...]:
@@ -38,7 +39,7 @@ def find_kernel_calls(program: ClosedJaxpr) -> tuple[KernelCall, ...]:
 
 def _kernel_calls(program: ClosedJaxpr | Jaxpr, constants: Mapping[Any, np.ndarray]) -> Iterator[KernelCall]:
     """Yields the kernels of a program; `constants` are the values of some of its variables."""
-    jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+    jaxpr = open_jaxpr(program)
     array_values = dict(constants)
     if isinstance(program, ClosedJaxpr):
         array_values |= {
@@ -51,8 +52,12 @@ def _kernel_calls(program: ClosedJaxpr | Jaxpr, constants: Mapping[Any, np.ndarr
         if equation.primitive.name == "pallas_call":
             yield _kernel_call(equation, values)
             continue
-        for inner in programs_in(equation):
-            yield from _kernel_calls(inner, _inner_constants(equation, inner, values))
+        # Carries and rows of arrays change from round to round.
+        everything = tuple(range(len(values)))
+        bodies = bodies_of(equation) or [Body(each, everything, len(values)) for each in programs_in(equation)]
+        for body in bodies:
+            fixed = [values[index] for index in body.operands[: body.fixed_count]]
+            yield from _kernel_calls(body.program, _inner_constants(body, fixed))
 
 
 def _may_be_mask(value: Any) -> bool:
@@ -68,20 +73,10 @@ def _value(variable: Any, constants: Mapping[Any, np.ndarray]) -> np.ndarray | N
     return constants.get(variable)
 
 
-def _inner_constants(
-    equation: Any, inner: ClosedJaxpr | Jaxpr, values: list[np.ndarray | None]
-) -> dict[Any, np.ndarray]:
+def _inner_constants(body: Body, values: list[np.ndarray | None]) -> dict[Any, np.ndarray]:
     """The values of the variables of a program inside an equation."""
-    jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-    name, params = equation.primitive.name, equation.params
-    if name == "scan":  # carries and rows of arrays change from round to round
-        values = values[: scan_counts(params)[0]]
-    elif name == "while":
-        first = params["cond_nconsts"]
-        values = values[first : first + params["body_nconsts"]] if inner is params["body_jaxpr"] else values[:first]
-    elif name == "cond":
-        values = values[1:]
-    elif len(jaxpr.invars) != len(values):
+    jaxpr = open_jaxpr(body.program)
+    if len(jaxpr.invars) != len(body.operands):
         return {}
     # Inside a `shard_map` a device has a part of the constant.
     shapes: list[tuple[int, ...]] = [getattr(variable.aval, "shape", ()) for variable in jaxpr.invars]

@@ -5,15 +5,15 @@ FLOPs on one device, times the devices, can be compared with this: far more mean
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 import attrs
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.interpreters import partial_eval
 
 from shardrules.programs.compiling.fused_calls import FUSED, fused_flops
-from shardrules.programs.jaxprs.walk import programs_in
+from shardrules.programs.jaxprs.calls import RECOMPUTED_SCOPE, is_while
+from shardrules.programs.jaxprs.walk import open_jaxpr, runs
 
 
 def model_flops(jaxpr: ClosedJaxpr | Jaxpr) -> int:
@@ -32,11 +32,6 @@ def model_flops(jaxpr: ClosedJaxpr | Jaxpr) -> int:
     return sum(matmul.flops for matmul in model_matmuls(jaxpr))
 
 
-def without_dead_code(program: ClosedJaxpr) -> Jaxpr:
-    """Returns a program without the operations that no result depends on, which gradients leave behind."""
-    return partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), instantiate=True)[0]
-
-
 @final
 @attrs.frozen(eq=False)
 class ModelMatmul:
@@ -50,28 +45,26 @@ class ModelMatmul:
     """`jax.checkpoint` repeats it for the backward pass."""
 
 
-RECOMPUTED = "rematted_computation"
-"""JAX's name, in paths, for the operations that `jax.checkpoint` repeats."""
+def model_matmuls(program: ClosedJaxpr | Jaxpr) -> Iterator[ModelMatmul]:
+    """Returns every matmul and convolution of a program."""
+    return _matmuls(open_jaxpr(program).eqns)
 
 
-def model_matmuls(
-    jaxpr: ClosedJaxpr | Jaxpr, times: int = 1, is_certain: bool = True, is_recomputed: bool = False
-) -> Iterator[ModelMatmul]:
-    """Yields every matmul and convolution of a program that runs `times` times, if that `is_certain`."""
-    inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-    # The programs inside an equation run for each round of a loop, and on each device of a `shard_map`.
-    for equation in inner.eqns:
-        name = equation.primitive.name
-        count = _COUNTERS.get(name)
-        repeats = is_recomputed or RECOMPUTED in str(equation.source_info.name_stack)
-        if count is not None:
-            is_counted = is_certain and not _is_rewritten(equation)
-            yield ModelMatmul(equation, times * count(equation), is_counted, repeats)
-        else:
-            inner_times = times * inner_runs(equation)
-            is_inner_certain = is_certain and name not in ("while", "pallas_call")
-            for program in programs_in(equation):
-                yield from model_matmuls(program, inner_times, is_inner_certain, repeats)
+def _matmuls(equations: Iterable[Any]) -> Iterator[ModelMatmul]:
+    for equation, times, around in runs(equations, lambda each: each.primitive.name in _COUNTERS):
+        if equation.primitive.name in _COUNTERS:
+            has_unknown_runs = any(is_while(each) or each.primitive.name == "pallas_call" for each in around)
+            yield ModelMatmul(
+                equation,
+                times * equation_flops(equation),
+                not has_unknown_runs and not _is_rewritten(equation),
+                any(RECOMPUTED_SCOPE in str(each.source_info.name_stack) for each in (*around, equation)),
+            )
+
+
+def flops_of(equation: Any) -> int:
+    """Returns the FLOPs of the matmuls and convolutions of an equation and of the programs inside it."""
+    return sum(matmul.flops for matmul in _matmuls([equation]))
 
 
 def equation_flops(equation: Any) -> int:
@@ -88,26 +81,6 @@ def _is_rewritten(equation: Any) -> bool:
     # TPUs emulate float64 and int64 by several products of smaller types.
     is_wide = equation.outvars[0].aval.dtype.itemsize > 4
     return equation.primitive.name == "ragged_dot_general" or groups > 1 or is_wide
-
-
-def inner_runs(equation: Any) -> int:
-    """Returns how often the programs inside an equation run on whole arrays: in each round, and on each device."""
-    return _rounds(equation) * _device_count(equation)
-
-
-def _rounds(equation: Any) -> int:
-    """The number of runs of the programs inside it: the length of a scan, the grid of a kernel."""
-    if equation.primitive.name == "pallas_call":
-        return math.prod(size for size in equation.params["grid_mapping"].grid if isinstance(size, int))
-    return equation.params["length"] if equation.primitive.name == "scan" else 1
-
-
-def _device_count(equation: Any) -> int:
-    """The number of devices that run the program inside it: in `shard_map` it is the program of one device."""
-    if equation.primitive.name != "shard_map":
-        return 1
-    sizes = dict(equation.params["mesh"].shape)
-    return math.prod(sizes[name] for name in equation.params["newly_manual_axes"])
 
 
 def _dot_flops(equation: Any) -> int:

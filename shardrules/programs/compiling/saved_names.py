@@ -20,7 +20,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from shardrules.core.errors import suggest
 from shardrules.core.finding import Finding
 from shardrules.core.source import equation_line
-from shardrules.programs.jaxprs.walk import CHECKPOINTS, equations
+from shardrules.programs.jaxprs.calls import is_checkpoint
+from shardrules.programs.jaxprs.walk import equations
 
 _NO_NAME = "a name that no function has"
 
@@ -63,7 +64,7 @@ def saving_policies(program: ClosedJaxpr | Jaxpr) -> tuple[SavingPolicy, ...]:
     ]
     policies: dict[tuple[str, ...], SavingPolicy] = {}
     for equation in equations(program):
-        if equation.primitive.name in CHECKPOINTS and callable(equation.params.get("policy")):
+        if is_checkpoint(equation) and callable(equation.params.get("policy")):
             names = policy_names(equation.params["policy"])
             if not names:
                 continue

@@ -14,7 +14,7 @@ from shardrules.core.source import Source, user_line
 from shardrules.programs.compiled.collectives import Collective
 from shardrules.programs.compiled.kernels import COPY_STARTS, Kernel
 from shardrules.programs.compiled.program import CompiledProgram
-from shardrules.programs.compiled.text import Computation, Instruction
+from shardrules.programs.compiled.text import LOOP, Computation, Instruction
 from shardrules.programs.compiled.traffic import fusion_of, is_collective
 from shardrules.programs.costs.kernels import flops_part, kernel_seconds, traffic_part
 from shardrules.programs.costs.tasks import (
@@ -178,7 +178,7 @@ class StepReader:
             return []
         if collective is not None:
             return [self._start(instruction, [collective], blocks=_blocks(instruction))]
-        if op == "while":
+        if op == LOOP:
             return [self._loop(instruction)]
         if op == "conditional":
             return [_branch(instruction)]

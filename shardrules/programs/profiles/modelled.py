@@ -13,7 +13,7 @@ from shardrules.programs.compiled.flops import find_matmuls
 from shardrules.programs.compiled.flow import CALL_ROLES, LOOP_ROLES
 from shardrules.programs.compiled.kernels import COPY_STARTS, Kernel, control_computations, find_kernels
 from shardrules.programs.compiled.program import CompiledProgram
-from shardrules.programs.compiled.text import ArrayType, Computation, Instruction, read_types
+from shardrules.programs.compiled.text import LOOP, ArrayType, Computation, Instruction, read_types
 from shardrules.programs.costs.attention import is_attention
 from shardrules.programs.costs.collective import collective_seconds
 from shardrules.programs.costs.kernels import kernel_seconds
@@ -26,7 +26,7 @@ PartKind: TypeAlias = Literal["kernel", "collective", "copy", "control"]
 KernelFamily: TypeAlias = Literal["", "matmul", "attention", "convolution", "sort", "copy", "collective"]
 """The work of a kernel that libraries have kernels for; empty for any other."""
 
-_CONTROL_FLOW = ("while", "conditional", "call", "async-start", "async-done", "call-start", "call-done")
+_CONTROL_FLOW = (LOOP, "conditional", "call", "async-start", "async-done", "call-start", "call-done")
 
 
 @final

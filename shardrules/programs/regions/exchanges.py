@@ -7,8 +7,8 @@ from typing import Any, Literal, final
 import attrs
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from shardrules.programs.compiling.model_flops import inner_runs
-from shardrules.programs.jaxprs.walk import programs_in
+from shardrules.programs.jaxprs.calls import is_cond
+from shardrules.programs.jaxprs.walk import inner_runs, open_jaxpr, programs_in
 
 ExchangeKind = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"]
 
@@ -52,12 +52,12 @@ def exchanges_of(program: ClosedJaxpr | Jaxpr, mesh_sizes: Mapping[str, int], co
     assert [exchange.sent_bytes for exchange in exchanges_of(program, {"model": 4})] == [96]
     ```
     """
-    for equation in (program.jaxpr if isinstance(program, ClosedJaxpr) else program).eqns:
+    for equation in open_jaxpr(program).eqns:
         kind = _KINDS.get(equation.primitive.name)
         if kind is None:
             inner_count = count * inner_runs(equation)
             parts = [[*exchanges_of(inner, mesh_sizes, inner_count)] for inner in programs_in(equation)]
-            if equation.primitive.name == "cond":
+            if is_cond(equation):
                 parts = [max(parts, key=_total_bytes)]
             yield from (exchange for part in parts for exchange in part)
             continue

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec
 from shardrules.core.errors import ConfigError, SplitError
 from shardrules.core.jax_state import trace_key
 from shardrules.core.spec import shard_shape
-from shardrules.programs.compiling.model_flops import equation_flops, inner_runs
-from shardrules.programs.jaxprs.walk import programs_in
+from shardrules.programs.compiling.model_flops import equation_flops
+from shardrules.programs.jaxprs.walk import inner_runs, open_jaxpr, programs_in, runs
 from shardrules.programs.regions.declaration import Axes, Declaration, ShardAxes
 
 
@@ -399,34 +399,31 @@ def _cost_of_all(cost: Callable[..., Any], is_batched: Sequence[bool], *operands
 
 def kernel_flops(program: ClosedJaxpr | Jaxpr) -> int:
     """The FLOPs of kernels: by their authors' estimates, or by what they multiply."""
-    total = 0
-    for equation in _open(program).eqns:
-        if equation.primitive.name == "pallas_call":
-            total += pallas_flops(equation)
-        else:
-            total += inner_runs(equation) * sum(map(kernel_flops, programs_in(equation)))
-    return total
+    kernels = runs(open_jaxpr(program).eqns, _is_kernel)
+    return sum(run.times * own_flops(run.equation) for run in kernels if _is_kernel(run.equation))
 
 
-def pallas_flops(equation: Any) -> int:
-    """The FLOPs of a Pallas kernel: by its author's estimate, or by what it multiplies."""
-    estimate = equation.params["cost_estimate"]
-    return inner_runs(equation) * sum(map(_flops, programs_in(equation))) if estimate is None else int(estimate.flops)
+def own_flops(equation: Any) -> int:
+    """The FLOPs of a kernel or a region, by its author's estimate or by what it multiplies, or of a matmul."""
+    params = equation.params
+    if equation.primitive.name == "region":
+        return params["function"].flops(params["program"])
+    if not _is_kernel(equation):
+        return equation_flops(equation)
+    if params["cost_estimate"] is not None:
+        return int(params["cost_estimate"].flops)
+    return inner_runs(equation) * sum(map(_flops, programs_in(equation)))
 
 
 def _flops(program: ClosedJaxpr | Jaxpr) -> int:
     """The FLOPs of matmuls and of kernels."""
-    total = 0
-    for equation in _open(program).eqns:
-        name, params = equation.primitive.name, equation.params
-        if name == "region":
-            total += params["function"].flops(params["program"])
-        elif name == "pallas_call":
-            total += pallas_flops(equation)
-        else:
-            total += equation_flops(equation) + inner_runs(equation) * sum(map(_flops, programs_in(equation)))
-    return total
+    inside = runs(open_jaxpr(program).eqns, _has_own_flops)
+    return sum(run.times * own_flops(run.equation) for run in inside)
 
 
-def _open(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
-    return program.jaxpr if isinstance(program, ClosedJaxpr) else program
+def _has_own_flops(equation: Any) -> bool:
+    return equation.primitive.name == "region" or _is_kernel(equation)
+
+
+def _is_kernel(equation: Any) -> bool:
+    return equation.primitive.name == "pallas_call"

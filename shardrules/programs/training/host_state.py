@@ -15,8 +15,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from shardrules.core.tree import array_kind
 from shardrules.programs.autoplan.run.branches import without_branches
-from shardrules.programs.training.keep.flat import flattened
-from shardrules.programs.training.keep.segments import segment_program
+from shardrules.programs.jaxprs.inline import flattened
+from shardrules.programs.jaxprs.segments import segment_program
+from shardrules.programs.jaxprs.walk import reads
 
 LEAST_HOST_BYTES = 2**20
 """Smaller arrays of a device are not sent to the host: each takes a copy of its own, both ways. With half as much, more
@@ -115,7 +116,7 @@ class _PartedUpdate:
         groups: dict[Any, list[Any]] = {None: []}
         readers: dict[Any, dict[Any, None]] = {var: {"caller": None} for var in jaxpr.outvars if type(var) is Var}
         for equation in jaxpr.eqns:
-            operands = [var for var in equation.invars if not isinstance(var, Literal)]
+            operands = [*reads([equation])]
             group = next((owners[var] for var in operands if var in owners), None)
             groups.setdefault(group, []).append(equation)
             for var in operands:
@@ -168,7 +169,7 @@ def _owners(jaxpr: Jaxpr, sources: Sequence[Any]) -> dict[Any, Any]:
 
     owners = dict(parents)
     for equation in jaxpr.eqns:
-        operands = [var for var in equation.invars if not isinstance(var, Literal)]
+        operands = [*reads([equation])]
         roots = dict.fromkeys(root(owners[var]) for var in operands if var in owners)
         if roots:
             first = next(iter(roots))

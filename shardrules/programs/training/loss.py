@@ -19,8 +19,8 @@ from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.programs.autoplan.run.call import struct
 from shardrules.programs.autoplan.run.expand import expanded
 from shardrules.programs.autoplan.run.fingerprint import first_difference
+from shardrules.programs.jaxprs.inline import flattened
 from shardrules.programs.training.batch import ExampleDims, example_count, guessed_dims, named_dims
-from shardrules.programs.training.keep.flat import flattened
 from shardrules.programs.training.zeros import zero_results
 
 _Leaves = tuple[Any, ...]

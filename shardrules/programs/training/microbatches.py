@@ -23,14 +23,15 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
 from shardrules.core.errors import MicrobatchError, shortened
-from shardrules.programs.compiling.model_flops import without_dead_code
+from shardrules.programs.jaxprs.inline import flattened
+from shardrules.programs.jaxprs.segments import struct
+from shardrules.programs.jaxprs.walk import without_dead_code
 from shardrules.programs.training.accumulation import accumulation_dtype
 from shardrules.programs.training.examples.facts import Fact
 from shardrules.programs.training.examples.pairs import Counts, Pair
 from shardrules.programs.training.examples.proof import BodyFacts, read_examples
 from shardrules.programs.training.examples.replay import Demand, Position, Replay, Variant, demands_of, matched_calls
 from shardrules.programs.training.examples.tail import Tail, cut
-from shardrules.programs.training.keep.flat import flattened
 from shardrules.programs.training.loss import TracedLoss
 from shardrules.programs.training.stages.layers import with_layer_loop
 from shardrules.programs.training.stages.run import StagedProgram
@@ -348,7 +349,7 @@ def _forward_program(
         at_hand |= {(var, "part"): value for var, value in zip(batched, values[len(shared) :], strict=True)}
         return run(group, microbatch, at_hand)
 
-    index, shapes = jax.ShapeDtypeStruct((), jnp.int32), [_struct(var) for var in (*shared, *batched)]
+    index, shapes = jax.ShapeDtypeStruct((), jnp.int32), [struct(var) for var in (*shared, *batched)]
     for position, shape in enumerate(shapes[len(shared) :], len(shared)):
         shapes[position] = jax.ShapeDtypeStruct((size, *shape.shape[1:]), shape.dtype, weak_type=shape.weak_type)
     traced = jax.make_jaxpr(forward)(*shapes, index, index)
@@ -437,7 +438,3 @@ def _stacked_dim(body: BodyFacts, var: Any) -> int | None:
     """The dim of the examples of an array of aux that only parts of the batch compute."""
     fact = body.fact(var)
     return fact.dim if fact.form == "examples" and not fact.is_whole else None
-
-
-def _struct(var: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardrules.programs.autoplan.traced.calls import InlinedCall, open_jaxpr
-from shardrules.programs.jaxprs.walk import scan_counts
+from shardrules.programs.jaxprs.bodies import branches_of, scan_of
+from shardrules.programs.jaxprs.calls import InlinedCall, is_cond, is_scan
+from shardrules.programs.jaxprs.walk import open_jaxpr
 from shardrules.programs.training.examples.rules import ADDING, LINEAR
 
 _PRODUCTS = ("mul", "dot_general", "ragged_dot_general", "conv_general_dilated")
@@ -41,10 +42,10 @@ def _zeros_of(equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
     name, none = equation.primitive.name, [False] * len(equation.outvars)
     if not any(operands):
         return none
-    if name == "scan":
+    if is_scan(equation):
         return _zeros_of_loop(equation, operands)
-    if name == "cond":
-        branches = [zero_results(branch, operands[1:]) for branch in equation.params["branches"]]
+    if is_cond(equation):
+        branches = [zero_results(branch, operands[1:]) for branch in branches_of(equation)]
         return [all(flags) for flags in zip(*branches, strict=True)]
     call = InlinedCall.of(equation)
     if call is not None:
@@ -57,12 +58,11 @@ def _zeros_of(equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
 
 def _zeros_of_loop(equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
     """Which results of a scan are zeros: what goes round is, if it starts so and each round leaves it so."""
-    const_count, carry_count = scan_counts(equation.params)
-    first_slice = const_count + carry_count
-    carry = list(operands[const_count:first_slice])
+    loop = scan_of(equation)
+    carry = list(operands[loop.carry])
     while True:
-        results = zero_results(equation.params["jaxpr"], [*operands[:const_count], *carry, *operands[first_slice:]])
+        results = zero_results(loop.body, [*operands[loop.consts], *carry, *operands[loop.pieces]])
         ends = [start and end for start, end in zip(carry, results, strict=False)]
         if ends == carry:
-            return [*carry, *results[carry_count:]]
+            return [*carry, *results[loop.carry_count :]]
         carry = ends

@@ -13,7 +13,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.programs.compiling.model_flops import equation_flops, model_flops, model_matmuls, without_dead_code
+from shardrules.programs.compiling.model_flops import equation_flops, model_flops, model_matmuls
+from shardrules.programs.jaxprs.walk import without_dead_code
 
 BATCH, WIDTH, HIDDEN = 4, 8, 16
 PRODUCT = 2 * BATCH * WIDTH * HIDDEN

@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.errors import ConfigError
-from shardrules.programs.compiling.model_flops import without_dead_code
-from shardrules.programs.jaxprs.walk import equations
+from shardrules.programs.jaxprs.walk import equations, without_dead_code
 from tests.programs.regions.test_region import close, gradients, mesh_of, normalise, place, real
 
 

@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.core.errors import MicrobatchError
-from shardrules.programs.compiling.model_flops import without_dead_code
-from shardrules.programs.jaxprs.walk import equations
+from shardrules.programs.jaxprs.walk import equations, without_dead_code
 from shardrules.programs.machine.targets import Target
 from shardrules.programs.training.loss import trace_loss
 from shardrules.programs.training.microbatches import accumulated, forward_program

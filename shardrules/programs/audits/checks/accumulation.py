@@ -23,7 +23,7 @@ from shardrules.programs.audits.movement import MovedArrays, Movement, grouped, 
 from shardrules.programs.compiled.collectives import Collective
 from shardrules.programs.compiled.flow import Value
 from shardrules.programs.compiled.program import CompiledProgram
-from shardrules.programs.compiled.text import ArrayType, Instruction
+from shardrules.programs.compiled.text import LOOP, ArrayType, Instruction
 from shardrules.programs.compiled.uses import is_move, uses
 
 _LINEAR = (
@@ -111,7 +111,7 @@ def _totals(program: CompiledProgram) -> Iterator[tuple[tuple[str, str], _Total]
             dims = loop.dims("dimensions")
             if len(dims) == 1 and shape[dims[0]] > 1 and program.times(computation.name).count:
                 yield (computation.name, loop.name), _Total(shape[dims[0]], is_stacked=True)
-        rounds = program.flow.trips.get(loop.name) if loop.op == "while" else None
+        rounds = program.flow.trips.get(loop.name) if loop.op == LOOP else None
         if not rounds or rounds < 2 or not program.times(computation.name).count:
             continue
         (body,) = loop.references("body")

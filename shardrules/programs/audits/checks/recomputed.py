@@ -17,9 +17,9 @@ from shardrules.programs.audits.movement import MovedArrays, Movement
 from shardrules.programs.audits.timing import Timing
 from shardrules.programs.compiled.collectives import Collective
 from shardrules.programs.compiled.uses import uses
-from shardrules.programs.compiling.model_flops import RECOMPUTED
 from shardrules.programs.compiling.roles import PARAMETERS
 from shardrules.programs.compiling.saved_names import saved_name_findings, saving_policies
+from shardrules.programs.jaxprs.calls import CHECKPOINT_SCOPE, RECOMPUTED_SCOPE
 
 
 def check_regathered(movement: Movement) -> Iterator[Finding]:
@@ -75,7 +75,7 @@ def _is_recomputed(movement: Movement, collective: Collective) -> bool:
         return True
     # Combined gathers have the name of one of their users.
     return any(
-        RECOMPUTED in use.instruction.op_name
+        RECOMPUTED_SCOPE in use.instruction.op_name
         for values in movement.results_of(collective)
         for use in uses(movement.program, values)
     )
@@ -83,12 +83,12 @@ def _is_recomputed(movement: Movement, collective: Collective) -> bool:
 
 def _is_in_backward(op_name: str) -> bool:
     """An operation that repeats a part of a checkpointed function, or is of its backward pass."""
-    return RECOMPUTED in op_name or ("transpose(" in op_name and "checkpoint" in op_name)
+    return RECOMPUTED_SCOPE in op_name or ("transpose(" in op_name and CHECKPOINT_SCOPE in op_name)
 
 
 def check_saved_names(function: TracedFunction, timing: Timing) -> Iterator[Finding]:
     """Names of policies that match nothing, with what it costs to compute everything again."""
-    recomputed = [kernel for kernel in timing.kernels if RECOMPUTED in kernel.op_name]
+    recomputed = [kernel for kernel in timing.kernels if RECOMPUTED_SCOPE in kernel.op_name]
     claimed = sum(kernel.total_flops for kernel in recomputed)
     flops = _repeated_flops(function, claimed)
     seconds = timing.kernel_seconds(recomputed) * (flops / claimed if claimed else 1)

@@ -13,6 +13,7 @@ from shardrules.programs.audits.arguments import AuditedArguments, spec_text
 from shardrules.programs.audits.function import TracedFunction
 from shardrules.programs.compiling.constraints import weakened_constraints
 from shardrules.programs.compiling.roles import BATCH
+from shardrules.programs.jaxprs.calls import is_jit
 
 
 def check_specs(arguments: AuditedArguments, function: TracedFunction) -> Iterator[Finding]:
@@ -75,7 +76,7 @@ def _first_use(program: Jaxpr, variable: Any) -> str:
     """The line where a value is first used, also inside functions that are jitted on their own."""
     for equation in program.eqns:
         if any(operand is variable for operand in equation.invars):
-            if equation.primitive.name in ("jit", "pjit"):
+            if is_jit(equation):
                 operand_index = next(i for i, operand in enumerate(equation.invars) if operand is variable)
                 inner = equation.params["jaxpr"].jaxpr
                 return _first_use(inner, inner.invars[operand_index])

@@ -207,7 +207,7 @@ def read_region(program: TracedProgram, op_index: int, operand_index: int) -> in
     parent = program.regions[operation.region].parent
     # Of what goes round a loop, the first operand is the value before the loop. Branches of a `cond` are joined
     # outside of their regions already.
-    starts_loop = operation.role == "join" and operation.name != "cond" and operand_index == 0
+    starts_loop = operation.joins_rounds and operand_index == 0
     if parent >= 0 and (operation.role == "enter" or starts_loop):
         return parent
     return operation.region

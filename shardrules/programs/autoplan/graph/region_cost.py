@@ -168,7 +168,7 @@ class RegionCosts:
 def _longest(traced: TracedProgram, seconds: list[float]) -> float:
     """The seconds of a program that runs only its longest branches, given the seconds of each of its parts by
     itself."""
-    joins = {operation.equation_index for operation in traced.operations if operation.name == "cond"}
+    joins = {operation.equation_index for operation in traced.operations if operation.joins_branches}
     condition_of = {
         operation.region: operation.equation_index
         for operation in traced.operations

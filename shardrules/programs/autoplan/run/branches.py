@@ -12,10 +12,13 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun
 
-from shardrules.programs.autoplan.run.expand import call_steps, replaced
-from shardrules.programs.autoplan.traced.calls import INLINED, InlinedCall, open_jaxpr
+from shardrules.programs.autoplan.run.expand import call_steps
 from shardrules.programs.autoplan.traced.factors.table import is_elementwise
 from shardrules.programs.autoplan.traced.program import is_on_host
+from shardrules.programs.jaxprs.bodies import branches_of
+from shardrules.programs.jaxprs.calls import OPEN, InlinedCall, is_cond
+from shardrules.programs.jaxprs.rewrite import rewritten
+from shardrules.programs.jaxprs.walk import open_jaxpr
 
 _PASSES = """
 broadcast_in_dim concatenate dynamic_slice pad reduce_and reduce_max reduce_min reduce_or reduce_prod
@@ -27,9 +30,6 @@ _LOOPS = "igamma igamma_grad_a igammac random_clone random_seed regularized_inco
 """Primitives that go element by element, but in a loop or a kernel of their own."""
 
 _CHEAP, _LONG = frozenset(_PASSES.split()), frozenset(_LOOPS.split())
-
-_OPEN = frozenset(("scan", "while", "cond", *INLINED))
-"""Primitives whose programs are part of the one around them. Kernels and `shard_map` stay as they are."""
 
 
 def without_branches(jaxpr: Jaxpr, has_derivatives: bool = True) -> Jaxpr:
@@ -46,19 +46,19 @@ def without_branches(jaxpr: Jaxpr, has_derivatives: bool = True) -> Jaxpr:
     ```
     """
     steps_of = functools.partial(_steps, has_derivatives)
-    return replaced(jaxpr, steps_of, lambda equation: equation.primitive.name in _OPEN)
+    return rewritten(jaxpr, steps_of, lambda equation: equation.primitive.name in OPEN)
 
 
-def _steps(has_derivatives: bool, equation: Any) -> list[Any]:
+def _steps(has_derivatives: bool, equation: Any) -> list[Any] | None:
     variables = (*equation.invars, *equation.outvars)
-    if equation.primitive.name != "cond" or any(is_on_host(var.aval) for var in variables):
-        return [equation]
-    branches, index = equation.params["branches"], equation.invars[0]
+    if not is_cond(equation) or any(is_on_host(var.aval) for var in variables):
+        return None
+    branches, index = branches_of(equation), equation.invars[0]
     if isinstance(index, Literal):
         branch = branches[max(0, min(int(index.val), len(branches) - 1))]
         return call_steps(equation, lambda index, *operands: jaxpr_as_fun(branch)(*operands))
     if not _is_selected(equation):
-        return [equation]
+        return None
 
     def select(index: jax.Array, *operands: jax.Array) -> list[jax.Array]:
         first, second = (jaxpr_as_fun(branch)(*operands) for branch in branches)
@@ -75,7 +75,7 @@ def _steps(has_derivatives: bool, equation: Any) -> list[Any]:
 
 def _is_selected(equation: Any) -> bool:
     """XLA computes both branches and selects: they are cheap, and neither only passes on its operands."""
-    branches = equation.params["branches"]
+    branches = branches_of(equation)
     return (
         len(branches) == 2
         and not equation.effects
@@ -92,7 +92,7 @@ def _is_cheap(jaxpr: Jaxpr) -> bool:
         name, call = equation.primitive.name, InlinedCall.of(equation)
         if call is not None:
             is_cheap = _is_cheap(open_jaxpr(call.jaxpr))
-        elif name == "cond":
+        elif is_cond(equation):
             is_cheap = _is_selected(equation)
         elif name == "reshape":
             is_cheap = equation.params["dimensions"] is None

@@ -22,7 +22,7 @@ from shardrules.programs.autoplan.run.expand import expanded
 from shardrules.programs.autoplan.run.fingerprint import fingerprint
 from shardrules.programs.autoplan.run.masks import with_masks_inside
 from shardrules.programs.compiling.arguments import argument_names
-from shardrules.programs.compiling.model_flops import without_dead_code
+from shardrules.programs.jaxprs.walk import without_dead_code
 
 _Kind: TypeAlias = tuple[tuple[int, ...], Any] | None
 """Shape and dtype of an array; `None` for other leaves."""

@@ -14,8 +14,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardrules.core.source import equation_line, short_line
-from shardrules.programs.autoplan.traced.calls import open_jaxpr
-from shardrules.programs.jaxprs.walk import programs_in
+from shardrules.programs.jaxprs.walk import open_jaxpr, programs_in
 
 _Operands: TypeAlias = list[int | None]
 """For each operand which variable it is; `None` for constants."""

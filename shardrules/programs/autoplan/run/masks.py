@@ -8,9 +8,10 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal, Var
 
-from shardrules.programs.autoplan.traced.calls import InlinedCall, closed_like, open_jaxpr
 from shardrules.programs.autoplan.traced.factors.table import is_elementwise
-from shardrules.programs.jaxprs.walk import scan_counts
+from shardrules.programs.jaxprs.bodies import bodies_of, scan_of, with_bodies
+from shardrules.programs.jaxprs.calls import InlinedCall, is_scan
+from shardrules.programs.jaxprs.walk import open_jaxpr
 
 _SPREADS = ("broadcast_in_dim", "reshape", "squeeze")
 """Primitives that are part of the kernel that reads them, besides elementwise ones."""
@@ -58,16 +59,11 @@ def with_masks_inside(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _with_body(equation: Any) -> Any:
-    """The equation of a call or a scan whose program computes its own masks."""
-    call, closed = InlinedCall.of(equation), equation.params.get("jaxpr")
-    if call is None and equation.primitive.name != "scan":
-        return equation
-    body = open_jaxpr(closed if call is None else call.jaxpr)
-    changed = with_masks_inside(body)
-    if changed is body:
-        return equation
-    params = {**equation.params, "jaxpr": closed_like(closed, changed)} if call is None else call.params_with(changed)
-    return equation.replace(params=params)
+    """The equation of a call or a loop whose programs compute their own masks."""
+    programs = [open_jaxpr(body.program) for body in bodies_of(equation)]
+    changed = [with_masks_inside(program) for program in programs]
+    is_same = all(new is old for new, old in zip(changed, programs, strict=True))
+    return equation if is_same else with_bodies(equation, changed)
 
 
 def _is_made_from_nothing(equation: Any, makers: dict[Any, Any]) -> bool:
@@ -83,14 +79,13 @@ def _is_cheap(equation: Any) -> bool:
 
 def _with_makers(scan: Any, makers: dict[Any, Any]) -> Any:
     """The equation of a scan whose body begins with what makes the large arrays among its constants."""
-    if scan.primitive.name != "scan":
+    if not is_scan(scan):
         return scan
-    closed = scan.params["jaxpr"]
-    body = open_jaxpr(closed)
-    const_count, _ = scan_counts(scan.params)
+    loop = scan_of(scan)
+    body = open_jaxpr(loop.body)
     inside: dict[Any, Any] = {}
     inputs = list(body.invars)
-    for index, (var, inner) in enumerate(zip(scan.invars[:const_count], body.invars, strict=False)):
+    for index, (var, inner) in enumerate(zip(scan.invars[loop.consts], body.invars, strict=False)):
         is_large = var.aval.size * var.aval.dtype.itemsize >= _LEAST_BYTES
         if is_large and var in makers and var not in inside and _is_read_in_passing(body, inner):
             inside[var] = inner
@@ -99,8 +94,7 @@ def _with_makers(scan: Any, makers: dict[Any, Any]) -> Any:
         return scan
     first: list[Any] = []
     _make([*inside], makers, inside, first)
-    changed = body.replace(invars=inputs, eqns=[*first, *body.eqns])
-    return scan.replace(params={**scan.params, "jaxpr": closed_like(closed, changed)})
+    return with_bodies(scan, [body.replace(invars=inputs, eqns=[*first, *body.eqns])])
 
 
 def _make(variables: list[Any], makers: dict[Any, Any], inside: dict[Any, Any], equations: list[Any]) -> None:
@@ -126,15 +120,12 @@ def _is_read_in_passing(jaxpr: Jaxpr, var: Any) -> bool:
         for index, operand in enumerate(equation.invars):
             if operand is not var:
                 continue
-            call = InlinedCall.of(equation)
-            if call is not None and index in call.operands:
-                inner = open_jaxpr(call.jaxpr)
-                if not _is_read_in_passing(inner, inner.invars[call.operands.index(index)]):
+            bodies = bodies_of(equation)
+            for body in bodies:
+                inner, place = open_jaxpr(body.program), body.operands.index(index) if index in body.operands else None
+                if place is None or place >= body.fixed_count or not _is_read_in_passing(inner, inner.invars[place]):
                     return False
-            elif equation.primitive.name == "scan":
-                inner = open_jaxpr(equation.params["jaxpr"])
-                if index >= scan_counts(equation.params)[0] or not _is_read_in_passing(inner, inner.invars[index]):
-                    return False
-            elif not is_elementwise(equation.primitive.name) and equation.primitive.name not in _SPREADS:
+            is_passing = is_elementwise(equation.primitive.name) or equation.primitive.name in _SPREADS
+            if not bodies and not is_passing:
                 return False
     return True

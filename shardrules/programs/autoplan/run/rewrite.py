@@ -4,6 +4,7 @@ Every array is constrained where an operation computes it, and again where anoth
 equations stay as they are, so that what they say about the user's code stays true.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias, final
@@ -21,9 +22,12 @@ from shardrules.programs.autoplan.graph.layouts import PARTIAL, dim_shard_count,
 from shardrules.programs.autoplan.graph.problem import Problem
 from shardrules.programs.autoplan.graph.region_cost import shard_axes
 from shardrules.programs.autoplan.run.local import LocalSplit, RegionRun, local_jaxpr, row_major_jaxpr
-from shardrules.programs.autoplan.traced.calls import InlinedCall, closed_like, open_jaxpr
 from shardrules.programs.autoplan.traced.program import is_on_host
-from shardrules.programs.jaxprs.walk import scan_counts
+from shardrules.programs.jaxprs.bodies import Loop, branches_of, with_bodies
+from shardrules.programs.jaxprs.calls import InlinedCall, is_cond
+from shardrules.programs.jaxprs.rewrite import Writer
+from shardrules.programs.jaxprs.segments import struct
+from shardrules.programs.jaxprs.walk import open_jaxpr
 from shardrules.programs.regions.function import ShardFunction
 
 _OpKey: TypeAlias = tuple[int, str, int]
@@ -189,8 +193,7 @@ def with_layouts(program: ClosedJaxpr, layouts: dict[_OpKey, OperationLayouts], 
 class _Rewriter:
     """The state of a walk through a program, in the order in which it was read.
 
-    Methods append to `equations`. `current` has for each variable of the old program the one that stands in its place,
-    which is the result of its last constraint.
+    In the place of a variable of the old program stands the result of its last constraint.
     """
 
     layouts: dict[_OpKey, OperationLayouts]
@@ -199,31 +202,23 @@ class _Rewriter:
     constraints: dict[Any, Any] = attrs.field(factory=dict)
 
     def body(
-        self,
-        program: Jaxpr,
-        first: Sequence[PartitionSpec | None],
-        last: Sequence[PartitionSpec | None],
+        self, program: Jaxpr, first: Sequence[PartitionSpec | None], last: Sequence[PartitionSpec | None]
     ) -> Jaxpr:
         """Returns a program rewritten, with its inputs and outputs constrained, too."""
-        equations: list[Any] = []
-        copies: dict[tuple[Any, Any], Any] = {}  # shared by its operations, not with bodies inside: other variables
-        current: dict[Var, Var] = {}
+        writer = Writer()
         # Nested bodies without layouts pass empty sequences.
         for var, spec in zip(program.invars, first, strict=False):
             if spec is not None:
-                current[var] = self.constrain(var, spec, equations, None)
+                writer.current[var] = self.constrain(var, spec, writer, None)
         for equation in program.eqns:
-            self.rewrite(equation, equations, current, copies)
-        results = []
-        for position, var in enumerate(program.outvars):
-            spec = last[position] if position < len(last) else None
-            result = var if isinstance(var, Literal) else current.get(var, var)
+            self.rewrite(equation, writer)
+        results = writer.read(program.outvars)
+        for position, (var, spec) in enumerate(zip(results, last, strict=False)):
             if spec is not None and not isinstance(var, Literal):
-                result = self.constrain(result, spec, equations, None)
-            results.append(result)
-        return program.replace(eqns=equations, outvars=results)
+                results[position] = self.constrain(var, spec, writer, None)
+        return writer.program(program, outvars=results)
 
-    def constrain(self, var: Any, spec: PartitionSpec, equations: list[Any], like: Any) -> Var:
+    def constrain(self, var: Any, spec: PartitionSpec, writer: Writer, like: Any) -> Var:
         """Adds a constraint, with the source line of the equation `like`, and returns its result.
 
         What is on the host stays there as compilers send it: a constraint would bring it to the device. Mutable arrays
@@ -231,179 +226,112 @@ class _Rewriter:
         """
         if is_on_host(var.aval) or not isinstance(var.aval, ShapedArray):
             return var
-        constraint = self.constraint(var.aval, spec)
-        result = Var(var.aval)
         source = {} if like is None else {"source_info": like.source_info}
-        equations.append(constraint.replace(invars=[var], outvars=[result], **source))
+        constraint = self.constraint(var, spec)
+        (result,) = writer.add(constraint.replace(invars=[var], outvars=[Var(var.aval)], **source))
         return result
 
-    def constraint(self, aval: Any, spec: PartitionSpec) -> Any:
+    def constraint(self, var: Any, spec: PartitionSpec) -> Any:
         """Returns the equation of a constraint, traced once for each shape and spec."""
+        aval = var.aval
         key = (aval.shape, aval.dtype, aval.weak_type, spec_key(spec))
         if key not in self.constraints:
             sharding = NamedSharding(self.mesh, spec)
-            traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(
-                jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-            )
+            traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(struct(var))
             self.constraints[key] = traced.eqns[0]
         return self.constraints[key]
 
-    def rewrite(self, equation: Any, equations: list[Any], current: dict[Var, Var], copies: dict[Any, Any]) -> None:
+    def rewrite(self, equation: Any, writer: Writer) -> None:
         """Adds an equation and the constraints around it."""
         # Equations are counted in the order in which `read_jaxpr` did, so that the keys of layouts agree.
         index, self.equation_count = self.equation_count, self.equation_count + 1
-        name = equation.primitive.name
-        call = InlinedCall.of(equation)
-        inputs = [var if isinstance(var, Literal) else current.get(var, var) for var in equation.invars]
+        call, loop, inputs = InlinedCall.of(equation), Loop.of(equation), writer.read(equation.invars)
         if call is not None:
-            params = call.params_with(self.body(open_jaxpr(call.jaxpr), (), ()))
-            equations.append(equation.replace(invars=inputs, params=params))
+            called = self.body(open_jaxpr(call.jaxpr), (), ())
+            writer.add(with_bodies(equation, [called]).replace(invars=inputs))
             return
-        nested = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
-        if nested is not None:
-            nested(equation, index, inputs, equations, current)
+        if loop is not None:
+            self.loop(loop, equation, index, inputs, writer)
+            return
+        if is_cond(equation):
+            self.cond(equation, index, inputs, writer)
             return
         layouts = self.layouts.get((index, "compute", 0))
         if layouts is None:
-            equations.append(equation.replace(invars=inputs))
+            writer.add(equation.replace(invars=inputs))
             return
         operands = []
         for var, specs in zip(inputs, layouts.operands, strict=True):
             last = var
             for spec in () if isinstance(var, Literal) else specs:
                 # Operations that need an array in the same layout share a copy, as the plan counts it.
-                key = (last, spec_key(spec))
-                if key not in copies:
-                    copies[key] = self.constrain(last, spec, equations, equation)
-                last = copies[key]
+                add = functools.partial(self.constrain, last, spec, writer, equation)
+                last = writer.once((last, spec_key(spec)), add)
             operands.append(last)
         if layouts.row_major_spec is not None:
-            operands = self.in_row_major(operands, layouts.row_major_spec, equation, equations)
+            (operand,) = operands
+            operands = [Var(operand.aval)]
+            program = row_major_jaxpr(struct(operand), layouts.row_major_spec, self.mesh)
+            writer.splice(program, [operand], equation, operands)
         if layouts.local is None:
-            equations.append(equation.replace(invars=operands))
+            writer.add(equation.replace(invars=operands))
         else:
-            program = local_jaxpr(equation, layouts.local, self.mesh)
-            self.add_program(program, operands, equation.outvars, equation, equations)
-        self.constrain_results(equation, layouts.results, equations, current)
+            writer.splice(local_jaxpr(equation, layouts.local, self.mesh), operands, equation, equation.outvars)
+        self.constrain_results(equation, layouts.results, writer)
 
-    def in_row_major(self, operands: list[Any], spec: PartitionSpec, equation: Any, equations: list[Any]) -> list[Any]:
-        """Adds an equation that keeps an operand in the order of its dims, and returns its result."""
-        (operand,) = operands
-        result = Var(operand.aval)
-        shape = jax.ShapeDtypeStruct(operand.aval.shape, operand.aval.dtype, weak_type=operand.aval.weak_type)
-        program = row_major_jaxpr(shape, spec, self.mesh)
-        self.add_program(program, [operand], [result], equation, equations)
-        return [result]
-
-    def add_program(
-        self, program: ClosedJaxpr, operands: list[Any], outvars: Sequence[Any], equation: Any, equations: list[Any]
-    ) -> None:
-        """Adds the equations of a program that stands in for an equation, or around it."""
-        jaxpr = program.jaxpr
-        results = dict(zip(jaxpr.outvars, outvars, strict=True))
-        # Constants of a kernel, such as masks, are written into the equations: bodies of loops have none of their own.
-        current: dict[Any, Any] = {
-            var: Literal(const, var.aval) for var, const in zip(jaxpr.constvars, program.consts, strict=True)
-        }
-        current |= zip(jaxpr.invars, operands, strict=True)
-        for step in jaxpr.eqns:
-            current |= {var: results.get(var, Var(var.aval)) for var in step.outvars}
-            invars = [var if isinstance(var, Literal) else current[var] for var in step.invars]
-            step_results = [current[var] for var in step.outvars]
-            equations.append(step.replace(invars=invars, outvars=step_results, source_info=equation.source_info))
-
-    def constrain_results(
-        self, equation: Any, specs: Sequence[Sequence[PartitionSpec]], equations: list[Any], current: dict[Var, Var]
-    ) -> None:
+    def constrain_results(self, equation: Any, specs: Sequence[Sequence[PartitionSpec]], writer: Writer) -> None:
         """Brings the results of an equation through their layouts."""
         for var, result_specs in zip(equation.outvars, specs, strict=True):
             if type(var) is not Var:  # a DropVar: nothing needs it
                 continue
-            last = var
             for spec in result_specs:
-                last = self.constrain(last, spec, equations, equation)
-            if result_specs:
-                current[var] = last
+                writer.current[var] = self.constrain(writer.current.get(var, var), spec, writer, equation)
 
-    def spec_inside(self, index: int, role: str, slot: int) -> PartitionSpec | None:
-        """Returns the spec of an array that enters a loop, goes round in it or leaves it."""
-        layouts = self.layouts.get((index, role, slot))
-        return None if layouts is None or not layouts.results[0] else layouts.results[0][-1]
+    def result_specs(self, index: int, role: str, slots: range) -> list[tuple[PartitionSpec, ...]]:
+        """Returns the layouts that arrays go through as they enter a loop, go round in it or leave it."""
+        layouts = [self.layouts.get((index, role, slot)) for slot in slots]
+        return [() if each is None else each.results[0] for each in layouts]
+
+    def specs_inside(self, index: int, role: str, slots: range) -> list[PartitionSpec | None]:
+        """Returns the specs of arrays inside of a loop or a branch."""
+        return [specs[-1] if specs else None for specs in self.result_specs(index, role, slots)]
 
     def enter(
-        self, index: int, role: str, inputs: list[Any], positions: Sequence[int], first_slot: int, equations: list[Any]
+        self, index: int, role: str, inputs: list[Any], part: slice, first_slot: int, writer: Writer
     ) -> list[PartitionSpec | None]:
         """Brings inputs of a loop to where it needs them, in place, and returns their specs inside."""
-        for slot, position in enumerate(positions, first_slot):
+        for slot, position in enumerate(range(part.start, part.stop), first_slot):
             layouts = self.layouts.get((index, role, slot))
             if layouts is None or isinstance(inputs[position], Literal):
                 continue
             # Constrain what is carried even where it does not move: compilers choose its layout for the whole loop.
             specs = layouts.operands[0] or (layouts.results[0] if role == "join" else ())
             for spec in specs:
-                inputs[position] = self.constrain(inputs[position], spec, equations, None)
-        return [self.spec_inside(index, role, slot) for slot in range(first_slot, first_slot + len(positions))]
+                inputs[position] = self.constrain(inputs[position], spec, writer, None)
+        return self.specs_inside(index, role, range(first_slot, first_slot + part.stop - part.start))
 
-    def scan(self, equation: Any, index: int, inputs: list[Any], equations: list[Any], current: dict[Var, Var]) -> None:
-        """Adds a scan: constants, then what is carried, then what is sliced."""
-        params = equation.params
-        const_count, carry_count = scan_counts(params)
-        first_slice = const_count + carry_count
-        consts = self.enter(index, "enter", inputs, range(const_count), 0, equations)
-        carry = self.enter(index, "join", inputs, range(const_count, first_slice), 0, equations)
-        slices = self.enter(index, "enter", inputs, range(first_slice, len(inputs)), const_count, equations)
-        carry_out = [self.spec_inside(index, "join", slot) for slot in range(carry_count)]
-        stacked_count = len(equation.outvars) - carry_count
-        stacked = [self.slice_spec(index, slot) for slot in range(stacked_count)]
-        body = self.body(open_jaxpr(params["jaxpr"]), [*consts, *carry, *slices], [*carry_out, *stacked])
-        equations.append(
-            equation.replace(invars=inputs, params={**params, "jaxpr": closed_like(params["jaxpr"], body)})
-        )
-        specs = self.carry_specs(index, carry_count)
-        for slot in range(stacked_count):
-            layouts = self.layouts.get((index, "leave", slot))
-            specs.append(() if layouts is None else layouts.results[0])
-        self.constrain_results(equation, specs, equations, current)
+    def loop(self, loop: Loop, equation: Any, index: int, inputs: list[Any], writer: Writer) -> None:
+        """Adds a loop: its operands are constrained, what its body takes and returns, and its results."""
+        tested = self.enter(index, "enter", inputs, loop.test_consts, 0, writer)
+        consts = self.enter(index, "enter", inputs, loop.consts, len(tested), writer)
+        carry = self.enter(index, "join", inputs, loop.carry, 0, writer)
+        pieces = self.enter(index, "enter", inputs, loop.pieces, len(consts), writer)
+        stacked = self.result_specs(index, "leave", range(len(equation.outvars) - len(carry)))
+        # What a round adds lacks the first dim of what is stacked.
+        rows = [PartitionSpec(*tuple(specs[-1])[1:]) if specs else None for specs in stacked]
+        bodies = [self.body(open_jaxpr(loop.body), [*consts, *carry, *pieces], [*carry, *rows])]
+        if loop.test is not None:
+            bodies.append(self.body(open_jaxpr(loop.test), [*tested, *carry], ()))
+        writer.add(with_bodies(equation, bodies).replace(invars=inputs))
+        self.constrain_results(equation, [*self.result_specs(index, "exit", range(len(carry))), *stacked], writer)
 
-    def carry_specs(self, index: int, count: int) -> list[tuple[PartitionSpec, ...]]:
-        """Returns the layouts of what a loop carries once it has ended."""
-        exits = [self.layouts.get((index, "exit", slot)) for slot in range(count)]
-        return [() if layouts is None else layouts.results[0] for layouts in exits]
-
-    def slice_spec(self, index: int, slot: int) -> PartitionSpec | None:
-        """Returns the spec of a part of a stacked result, inside the loop."""
-        stacked = self.spec_inside(index, "leave", slot)
-        return None if stacked is None else PartitionSpec(*tuple(stacked)[1:])
-
-    def while_loop(
-        self, equation: Any, index: int, inputs: list[Any], equations: list[Any], current: dict[Var, Var]
-    ) -> None:
-        """Adds a while loop: constants of the condition, constants of the body, then what is carried."""
-        params = equation.params
-        cond_count = params["cond_nconsts"]
-        first_carry = cond_count + params["body_nconsts"]
-        cond_consts = self.enter(index, "enter", inputs, range(cond_count), 0, equations)
-        body_consts = self.enter(index, "enter", inputs, range(cond_count, first_carry), cond_count, equations)
-        carry = self.enter(index, "join", inputs, range(first_carry, len(inputs)), 0, equations)
-        body = self.body(open_jaxpr(params["body_jaxpr"]), [*body_consts, *carry], carry)
-        condition = self.body(open_jaxpr(params["cond_jaxpr"]), [*cond_consts, *carry], ())
-        changed = {
-            "body_jaxpr": closed_like(params["body_jaxpr"], body),
-            "cond_jaxpr": closed_like(params["cond_jaxpr"], condition),
-        }
-        equations.append(equation.replace(invars=inputs, params={**params, **changed}))
-        self.constrain_results(equation, self.carry_specs(index, len(carry)), equations, current)
-
-    def cond(self, equation: Any, index: int, inputs: list[Any], equations: list[Any], current: dict[Var, Var]) -> None:
+    def cond(self, equation: Any, index: int, inputs: list[Any], writer: Writer) -> None:
         """Adds a conditional: its operands are constrained in each branch, and so are its results."""
+        results = self.specs_inside(index, "join", range(len(equation.outvars)))
         branches = []
-        results = [self.spec_inside(index, "join", slot) for slot in range(len(equation.outvars))]
-        for branch_index, branch in enumerate(equation.params["branches"]):
-            program = open_jaxpr(branch)
-            count = len(program.invars)
-            operands = [self.spec_inside(index, "enter", branch_index * count + slot) for slot in range(count)]
-            branches.append(closed_like(branch, self.body(program, operands, results)))
-        params = {**equation.params, "branches": tuple(branches)}
-        equations.append(equation.replace(invars=inputs, params=params))
-        specs = [() if spec is None else (spec,) for spec in results]
-        self.constrain_results(equation, specs, equations, current)
+        for branch_index, branch in enumerate(map(open_jaxpr, branches_of(equation))):
+            count = len(branch.invars)
+            slots = range(branch_index * count, (branch_index + 1) * count)
+            branches.append(self.body(branch, self.specs_inside(index, "enter", slots), results))
+        writer.add(with_bodies(equation, branches).replace(invars=inputs))
+        self.constrain_results(equation, [() if spec is None else (spec,) for spec in results], writer)

@@ -260,7 +260,7 @@ def _last_uses(fusion: FusedProgram, positions: _Positions, spans: _Spans) -> di
         for operand_index, operand in enumerate(operation.operands):
             if operand is None:
                 continue
-            if operation.name == "cond":
+            if operation.joins_branches:
                 # What branches return is in the same memory, and the result's after the last.
                 branch = program.branch_of(op_index, operand)
                 last_uses[operand] = max(last_uses.get(operand, 0), here if branch is None else spans[branch][1])
@@ -382,7 +382,7 @@ def _result_stays(
                 first = min(first, positions[fusion.gradients.siblings[result]])
             if operation.role == "leave":
                 first = stacks[_stack_key(program, result)]
-            elif operation.name == "cond":
+            elif operation.joins_branches:
                 # All results of branches are there from the end of the last on.
                 branches = [program.branch_of(op_index, operand) for operand in operation.operands]
                 first = max((spans[branch][1] + 1 for branch in branches if branch is not None), default=first)
@@ -508,7 +508,7 @@ def _overwritten(problem: Problem) -> dict[int, int]:
             array = sources.get(operand, operand)
             producer = program.producers.get(array)
             # What branches return is copied to the argument after them (`copies.py`).
-            if producer is None or program.operations[producer].name != "cond":
+            if producer is None or not program.operations[producer].joins_branches:
                 arguments[array] = problem.feedback[operation.results[0]]
     return arguments
 
@@ -519,7 +519,7 @@ def _updated(problem: Problem, overwritten: Mapping[int, int]) -> dict[int, int]
     rounds = {
         end: operation.results[0]
         for operation in program.operations
-        if operation.role == "join" and operation.name != "cond" and (end := operation.operands[1]) is not None
+        if operation.joins_rounds and (end := operation.operands[1]) is not None
     }
     updated: dict[int, int] = {}
     # From the last value back to the memory: a chain that comes from anywhere else is written to memory of its own.
@@ -527,8 +527,7 @@ def _updated(problem: Problem, overwritten: Mapping[int, int]) -> dict[int, int]
         array, updates = sources.get(end, end), list[int]()
         while array != memory and array in program.producers:
             operation = program.operations[program.producers[array]]
-            is_loop = operation.role == "join" and operation.name != "cond"
-            first = operation.operands[0] if is_loop or operation.name in IN_PLACE else None
+            first = operation.operands[0] if operation.joins_rounds or operation.name in IN_PLACE else None
             if first is None:
                 break
             updates.append(array)
@@ -589,7 +588,7 @@ def _branch_ends(program: TracedProgram, spans: _Spans) -> dict[int, int]:
     """Returns for each region that is a branch when the last of the branches ends that it is one of."""
     branches: dict[int, dict[int, None]] = {}
     for op_index, operation in enumerate(program.operations):
-        for operand in operation.operands if operation.name == "cond" else ():
+        for operand in operation.operands if operation.joins_branches else ():
             branch = program.branch_of(op_index, operand)
             if branch is not None:
                 branches.setdefault(operation.equation_index, {})[branch] = None

@@ -196,7 +196,7 @@ def _leaving(program: TracedProgram, region: int, splits: _Splits) -> Iterator[B
     ends = {
         operation.results[0]: operation.operands[1]
         for operation in program.operations
-        if operation.role == "join" and operation.region == region and operation.name != "cond"
+        if operation.joins_rounds and operation.region == region
     }
     stacks: dict[int, tuple[int, int]] = {}
     for operation in program.operations:
@@ -262,7 +262,7 @@ class _Sources:
         if array not in self.program.producers:
             return [], None
         operation = self.program.operations[self.program.producers[array]]
-        is_round = operation.role == "join" and operation.name != "cond"
+        is_round = operation.joins_rounds
         if operation.region == self.loop and (is_round or operation.role == "enter"):
             return [], None
         # Of a loop inside, what goes round is known by what it starts from.

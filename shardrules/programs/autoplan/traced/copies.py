@@ -28,14 +28,14 @@ def copied_parts(
     copies = _Copies(program, sources, feedback)
     parts: dict[int, float] = {}
     for op_index, operation in enumerate(program.operations):
-        if operation.name == "cond":
+        if operation.joins_branches:
             if count := copies.of_branches(op_index):
                 parts[op_index] = count
             continue
         if operation.role == "compute" and operation.name in updates:
             is_copied = copies.before_update(op_index)
         else:
-            is_copied = operation.role == "join" and operation.name == "join" and copies.before_loop(op_index)
+            is_copied = operation.joins_rounds and copies.before_loop(op_index)
         if is_copied:
             # A loop copies what it starts with once, not in each round.
             parts[op_index] = operation.read_counts[0] / operation.run_count if operation.role == "join" else 1.0

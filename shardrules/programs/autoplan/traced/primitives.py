@@ -6,8 +6,8 @@ from typing import Literal, TypeAlias, final
 
 import attrs
 
-from shardrules.programs.autoplan.traced.calls import INLINED
 from shardrules.programs.autoplan.traced.factors.table import RULES, is_whole
+from shardrules.programs.jaxprs.calls import CALLS, COND, FROM_JAX_0_12, SCAN, UNTIL_JAX_0_11, WHILE
 
 Handling: TypeAlias = Literal["rule", "whole", "call", "loop", "as written", "unknown"]
 """The planning of a primitive: by the rule of its dims; with whole operands and results; by what it calls; round by
@@ -16,9 +16,9 @@ round; as the user wrote it; or not at all, which the plan says (`unknown-operat
 _CALL = "What it calls is read as if it stood there."
 
 _OTHERS: Mapping[str, tuple[Handling, str]] = {
-    "scan": ("loop", "Planned once for all rounds. What is read or stacked round by round is whole along that dim."),
-    "while": ("loop", "Planned once for all rounds, and counted as one round."),
-    "cond": ("loop", "Every branch is planned, and counts as if it were taken."),
+    SCAN: ("loop", "Planned once for all rounds. What is read or stacked round by round is whole along that dim."),
+    WHILE: ("loop", "Planned once for all rounds, and counted as one round."),
+    COND: ("loop", "Every branch is planned, and counts as if it were taken."),
     "sharding_constraint": ("as written", "Obeyed."),
     "shard_map": ("as written", "Operands and results have the specs that the user wrote."),
     **dict.fromkeys(("debug_callback", "debug_print"), ("whole", "The host gets whole operands.")),
@@ -44,8 +44,8 @@ _OTHERS: Mapping[str, tuple[Handling, str]] = {
 """Primitives that neither a rule nor a call covers."""
 
 ONLY_IN: Mapping[str, str] = {
-    **dict.fromkeys(("call", "closed_call", "dce_sink"), "until JAX 0.11"),
-    **dict.fromkeys(("eval_jaxpr", "log2", "one_minus_square", "polynomial"), "from JAX 0.12"),
+    **dict.fromkeys((*UNTIL_JAX_0_11, "dce_sink"), "until JAX 0.11"),
+    **dict.fromkeys((*FROM_JAX_0_12, "log2", "one_minus_square", "polynomial"), "from JAX 0.12"),
 }
 """Primitives that not all versions of JAX, from 0.10 to 0.12, make public."""
 
@@ -74,7 +74,7 @@ def primitive_table() -> tuple[PrimitiveEntry, ...]:
     for name, rule in RULES.items():
         text = (inspect.getdoc(rule.find_loops) or "").partition("\n\n")[0].replace("\n", " ")
         names.setdefault(("whole" if is_whole(rule) else "rule", text), []).append(name)
-    names["call", _CALL] = list(INLINED)
+    names["call", _CALL] = list(CALLS)
     for name, (handling, text) in _OTHERS.items():
         names.setdefault((handling, text), []).append(name)
     order = [*dict.fromkeys(handling for handling, _ in names)]

@@ -20,11 +20,11 @@ from jax.extend.core import ClosedJaxpr
 from jax.extend.core import Literal as Constant
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shardrules.programs.autoplan.traced.calls import InlinedCall, open_jaxpr
 from shardrules.programs.autoplan.traced.factors.table import Factors, op_factors
-from shardrules.programs.compiling.model_flops import equation_flops
-from shardrules.programs.jaxprs.walk import CHECKPOINTS, scan_counts
-from shardrules.programs.regions.function import pallas_flops
+from shardrules.programs.jaxprs.bodies import Loop, branches_of
+from shardrules.programs.jaxprs.calls import COND, InlinedCall, is_checkpoint, is_cond
+from shardrules.programs.jaxprs.walk import open_jaxpr
+from shardrules.programs.regions.function import own_flops
 
 Role: TypeAlias = Literal["compute", "enter", "join", "exit", "leave", "fixed", "opaque", "return"]
 """The role of an operation: an equation (`compute`), a constraint of the user (`fixed`), a `shard_map` (`opaque`) or a
@@ -84,6 +84,14 @@ class Operation:
     equation: Any = None
     lacks_rule: bool = False
     """It is whole because no rule covers its primitive, or this form of it."""
+
+    @property
+    def joins_branches(self) -> bool:
+        return self.role == "join" and self.name == COND
+
+    @property
+    def joins_rounds(self) -> bool:
+        return self.role == "join" and self.name != COND
 
     @property
     def is_nest(self) -> bool:
@@ -253,23 +261,24 @@ class _JaxprReader:
     def read_equation(
         self, equation: Any, operands: list[int | None], unused: Sequence[bool], region: int
     ) -> list[int | None]:
-        name = equation.primitive.name
         # Calls are counted, too, and before what is inside of them: the replay does the same.
         equation_index, self.equation_count = self.equation_count, self.equation_count + 1
         call = InlinedCall.of(equation)
         if call is not None:
             operands = [operands[index] for index in call.operands]
             # Compilers compute what is checkpointed again, and share nothing of it.
-            inside = self.add_region(region, 1) if name in CHECKPOINTS else region
+            inside = self.add_region(region, 1) if is_checkpoint(equation) else region
             if equation.params.get("prevent_cse") and equation.params.get("differentiated"):
                 self.kept.update(dict.fromkeys(operand for operand in operands if operand is not None))
             # Shardings of an inner jit are orders to the partitioner, as constraints are.
             in_shardings, out_shardings = (equation.params.get(key, ()) for key in ("in_shardings", "out_shardings"))
             results = self.read_body(call.jaxpr, self.constrain(in_shardings, operands, region), inside)
             return self.constrain(out_shardings, results, region)
-        read_loop = {"scan": self.read_scan, "while": self.read_while, "cond": self.read_cond}.get(name)
-        if read_loop is not None:
-            return read_loop(equation, equation_index, operands, region)
+        loop = Loop.of(equation)
+        if loop is not None:
+            return self.read_loop(loop, equation, equation_index, operands, region)
+        if is_cond(equation):
+            return self.read_cond(equation, equation_index, operands, region)
         return self.read_operation(equation, equation_index, operands, unused, region)
 
     def constrain(self, shardings: Sequence[Any], arrays: list[int | None], region: int) -> list[int | None]:
@@ -348,6 +357,22 @@ class _JaxprReader:
                 self.add_identity("enter", (equation_index, slot), operand, result, region, read_count, extra_dims)
         return entered
 
+    def join(
+        self,
+        name: str,
+        position: tuple[int, int],
+        operands: tuple[int | None, ...],
+        result: int,
+        region: int,
+        read_counts: tuple[int, ...],
+    ) -> Operation:
+        """An operation whose result is one of its operands. `position` is the equation index and the slot."""
+        shape = self.arrays[result].shape
+        dims = tuple(range(len(shape)))
+        factors = Factors((dims,) * len(operands), (dims,), shape)
+        run_count = self.regions[region].run_count
+        return Operation("join", name, *position, operands, (result,), factors, run_count, region, read_counts)
+
     def read_rounds(
         self,
         equation_index: int,
@@ -370,18 +395,8 @@ class _JaxprReader:
         self.operations += [_UNFINISHED] * len(rounds)
         ends = self.read_body(body, [*entered, *rounds, *pieces], region)
         for slot, (array, start, end) in enumerate(zip(rounds, starts, ends, strict=False)):
-            dims = tuple(range(len(self.arrays[array].shape)))
-            self.operations[first_join + slot] = Operation(
-                "join",
-                "join",
-                equation_index,
-                slot,
-                (start, end),
-                (array,),
-                Factors((dims, dims), (dims,), self.arrays[array].shape),
-                inside_count,
-                region,
-                (outside_count, inside_count),
+            self.operations[first_join + slot] = self.join(
+                "join", (equation_index, slot), (start, end), array, region, (outside_count, inside_count)
             )
         # The value at the end is what went round last, but other operations may read it in another layout.
         exits: list[int | None] = []
@@ -392,24 +407,30 @@ class _JaxprReader:
                 self.add_identity("exit", (equation_index, slot), array, result, parent, outside_count)
         return [*rounds], exits, ends[len(starts) :]
 
-    def read_scan(
-        self, equation: Any, equation_index: int, operands: list[int | None], region: int
+    def read_loop(
+        self, loop: Loop, equation: Any, equation_index: int, operands: list[int | None], region: int
     ) -> list[int | None]:
-        params = equation.params
-        const_count, carry_count = scan_counts(params)
-        first_piece = const_count + carry_count
         outside_count = self.regions[region].run_count
-        inside = self.add_region(region, params["length"], params["unroll"])
-        variables = open_jaxpr(params["jaxpr"]).invars
-        consts = self.enter((equation_index, 0), operands[:const_count], variables[:const_count], inside, outside_count)
-        pieces = self.enter(
-            (equation_index, const_count), operands[first_piece:], variables[first_piece:], inside, outside_count
+        # Where data decides how many rounds there are, one is counted.
+        inside = self.add_region(region, 1 if loop.length is None else loop.length, loop.unroll)
+
+        def enter(part: slice, variables: Sequence[Any], first_slot: int) -> list[int | None]:
+            return self.enter((equation_index, first_slot), operands[part], variables, inside, outside_count)
+
+        variables = open_jaxpr(loop.body).invars
+        test_variables = () if loop.test is None else open_jaxpr(loop.test).invars[loop.test_consts]
+        tested = enter(loop.test_consts, test_variables, 0)
+        consts = enter(loop.consts, variables[: loop.const_count], len(tested))
+        pieces = enter(loop.pieces, variables[loop.carry_inside.stop :], len(consts))
+        rounds, exits, round_results = self.read_rounds(
+            equation_index, loop.body, consts, operands[loop.carry], pieces, inside
         )
-        starts = operands[const_count:first_piece]
-        _, exits, round_results = self.read_rounds(equation_index, params["jaxpr"], consts, starts, pieces, inside)
+        if loop.test is not None:
+            # After the body, as the replay does: equations are counted in this order.
+            self.read_body(loop.test, [*tested, *rounds], inside)
         stacked: list[int | None] = []
         # What each round adds is stacked in a new first dim, which the loop iterates over and nothing splits.
-        for slot, (array, var) in enumerate(zip(round_results, equation.outvars[carry_count:], strict=True)):
+        for slot, (array, var) in enumerate(zip(round_results, equation.outvars[loop.carry_count :], strict=True)):
             result = self.add_array(var.aval)
             stacked.append(result)
             if array is not None:
@@ -417,33 +438,12 @@ class _JaxprReader:
                 self.add_identity("leave", (equation_index, slot), array, result, inside, read_count, -1)
         return [*exits, *stacked]
 
-    def read_while(
-        self, equation: Any, equation_index: int, operands: list[int | None], region: int
-    ) -> list[int | None]:
-        params = equation.params
-        cond_count, body_count = params["cond_nconsts"], params["body_nconsts"]
-        first_carry = cond_count + body_count
-        outside_count = self.regions[region].run_count
-        inside = self.add_region(region, 1)  # data decides how many rounds there are: count one
-        cond_variables = open_jaxpr(params["cond_jaxpr"]).invars[:cond_count]
-        body_variables = open_jaxpr(params["body_jaxpr"]).invars[:body_count]
-        cond_consts = self.enter((equation_index, 0), operands[:cond_count], cond_variables, inside, outside_count)
-        body_consts = self.enter(
-            (equation_index, cond_count), operands[cond_count:first_carry], body_variables, inside, outside_count
-        )
-        rounds, exits, _ = self.read_rounds(
-            equation_index, params["body_jaxpr"], body_consts, operands[first_carry:], [], inside
-        )
-        # After the body, as the replay does: equations are counted in this order.
-        self.read_body(params["cond_jaxpr"], [*cond_consts, *rounds], inside)
-        return exits
-
     def read_cond(
         self, equation: Any, equation_index: int, operands: list[int | None], region: int
     ) -> list[int | None]:
         count = self.regions[region].run_count
         branch_results = []
-        for branch_index, branch in enumerate(equation.params["branches"]):
+        for branch_index, branch in enumerate(branches_of(equation)):
             inside = self.add_region(region, 1)  # every branch counts as if it were taken
             variables = open_jaxpr(branch).invars
             # Slots go on from branch to branch. The first operand is the index of the branch, which has no layout.
@@ -454,23 +454,9 @@ class _JaxprReader:
         for slot, var in enumerate(equation.outvars):
             result = self.add_array(var.aval)
             results.append(result)
-            dims = tuple(range(len(self.arrays[result].shape)))
             joined = tuple(arrays[slot] for arrays in branch_results)
-            factors = Factors((dims,) * len(joined), (dims,), self.arrays[result].shape)
-            self.operations.append(
-                Operation(
-                    "join",
-                    "cond",
-                    equation_index,
-                    slot,
-                    joined,
-                    (result,),
-                    factors,
-                    count,
-                    region,
-                    (count,) * len(joined),
-                )
-            )
+            counts = (count,) * len(joined)
+            self.operations.append(self.join(COND, (equation_index, slot), joined, result, region, counts))
         return results
 
 
@@ -526,10 +512,8 @@ def _whole_factors(equation: Any) -> Factors:
 
 
 def _flops(equation: Any) -> tuple[int, Any]:
-    name, params = equation.primitive.name, equation.params
-    if name in ("region", "pallas_call"):
-        flops = params["function"].flops(params["program"]) if name == "region" else pallas_flops(equation)
+    flops = own_flops(equation)
+    if equation.primitive.name in ("region", "pallas_call"):
         dtypes = (var.aval.dtype for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.inexact))
         return flops, next(dtypes, None)
-    flops = equation_flops(equation)
     return flops, equation.invars[0].aval.dtype if flops else None

@@ -7,8 +7,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from shardrules.programs.autoplan.traced.calls import open_jaxpr
-from shardrules.programs.jaxprs.walk import programs_in
+from shardrules.programs.jaxprs.walk import open_jaxpr, programs_in
 from shardrules.programs.training.loss import TracedLoss
 
 _GATHERS = ("gather", "dynamic_slice")

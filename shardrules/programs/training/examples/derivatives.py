@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
-from shardrules.programs.compiling.model_flops import without_dead_code
+from shardrules.programs.jaxprs.inline import flattened
+from shardrules.programs.jaxprs.segments import evaluated, struct
+from shardrules.programs.jaxprs.walk import reads, without_dead_code
 from shardrules.programs.training.examples.facts import Fact
-from shardrules.programs.training.examples.run import evaluated
-from shardrules.programs.training.keep.flat import flattened
 from shardrules.programs.training.keep.rules import has_rule
 
 
@@ -22,7 +22,7 @@ def pulled_back(equation: Any, *, with_results: bool = False) -> ClosedJaxpr:
     Only floating-point arrays have cotangents, except for arrays that a rule closes over. `with_results`, the results
     that have some are returned first, as the rule of a derivative computes them.
     """
-    operands = [var for var in equation.invars if not isinstance(var, Literal)]
+    operands = [*reads([equation])]
     moved = _moved(equation)
     results = [var for var in equation.outvars if _has_cotangent(var)]
 
@@ -41,7 +41,7 @@ def pulled_back(equation: Any, *, with_results: bool = False) -> ClosedJaxpr:
         moved_back = pull_back(list(cotangents))
         return (computed, moved_back) if with_results else moved_back
 
-    program = flattened(jax.make_jaxpr(run)([_struct(var) for var in operands], [_struct(var) for var in results]))
+    program = flattened(jax.make_jaxpr(run)([*map(struct, operands)], [*map(struct, results)]))
     return ClosedJaxpr(without_dead_code(program), program.consts)
 
 
@@ -85,7 +85,3 @@ def _moved(equation: Any) -> list[int]:
 
 def _has_cotangent(var: Any) -> bool:
     return jnp.issubdtype(var.aval.dtype, jnp.inexact)
-
-
-def _struct(var: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)

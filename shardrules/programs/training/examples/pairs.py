@@ -14,12 +14,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardrules.core.errors import MicrobatchError
 from shardrules.core.source import equation_line
-from shardrules.programs.autoplan.traced.calls import INLINED, open_jaxpr
 from shardrules.programs.autoplan.traced.factors.grids import params_of_pieces
 from shardrules.programs.autoplan.traced.factors.grouped import kernel_loops
 from shardrules.programs.autoplan.traced.factors.retraced import SIZED, is_made_again
 from shardrules.programs.autoplan.traced.factors.table import op_signature
-from shardrules.programs.training.examples.equality import equal_values
+from shardrules.programs.jaxprs.calls import OPEN
+from shardrules.programs.jaxprs.equality import equal_values
+from shardrules.programs.jaxprs.walk import open_jaxpr
 
 _SIZES = (
     *("shape", "new_sizes", "start_indices", "limit_indices", "slice_sizes", "sizes", "length", "axis_size", "reps"),
@@ -171,7 +172,7 @@ def _other_params(equation: Any, other: Any, counts: Counts) -> str:
     return ""
 
 
-_PAIRED = frozenset(("scan", "while", "cond", "custom_partitioning", *INLINED))
+_PAIRED = OPEN | {"custom_partitioning"}
 """Primitives whose programs are paired later, or that no part of a batch has."""
 
 

@@ -10,8 +10,9 @@ import attrs
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from shardrules.core.errors import MicrobatchError
-from shardrules.programs.autoplan.traced.calls import InlinedCall
-from shardrules.programs.jaxprs.walk import CHECKPOINTS, scan_counts
+from shardrules.programs.jaxprs.bodies import Loop, branches_of
+from shardrules.programs.jaxprs.calls import InlinedCall, has_custom_vjp, is_checkpoint, is_cond
+from shardrules.programs.jaxprs.inline import flattened
 from shardrules.programs.training.examples.derivatives import cotangent_facts, pulled_back, wrong_cotangent
 from shardrules.programs.training.examples.facts import (
     EACH_ROUND,
@@ -26,7 +27,6 @@ from shardrules.programs.training.examples.facts import (
 )
 from shardrules.programs.training.examples.pairs import Counts, Pair, equal_literals
 from shardrules.programs.training.examples.rules import examples_rule, own_columns, uses_sums
-from shardrules.programs.training.keep.flat import flattened
 
 _MOST_ROUNDS = 20
 """The most readings of a loop. Each adds to the certain facts of an array, and most loops take two."""
@@ -161,7 +161,7 @@ class _Reader:
             for var, result in zip(equation.outvars, other.outvars, strict=True)
         ]
         if not any(fact.form == "examples" for fact in operands):
-            if is_trained and self.reads_derivatives and equation.primitive.name.startswith("custom_vjp"):
+            if is_trained and self.reads_derivatives and has_custom_vjp(equation):
                 return [refused(_shared_derivative(equation), equation)] * len(equation.outvars), ()
             return [self.started(equation, fact, operands) for fact in wholes], ()
         if self.bodies_of(equation) is not None:
@@ -195,10 +195,11 @@ class _Reader:
 
     def bodies_of(self, equation: Any) -> Callable[..., tuple[list[Fact], tuple[BodyFacts, ...]]] | None:
         """The method that reads what is inside an equation; `None` where nothing is."""
-        name = equation.primitive.name
-        if name in ("scan", "while", "cond"):
-            return {"scan": self.scan, "while": self.loop, "cond": self.branches}[name]
-        if name in CHECKPOINTS:
+        if Loop.of(equation) is not None:
+            return self.loop
+        if is_cond(equation):
+            return self.branches
+        if is_checkpoint(equation):
             return self.checkpoint
         return None if InlinedCall.of(equation) is None else self.call
 
@@ -224,7 +225,7 @@ class _Reader:
             )
             return [refused(why, equation)] * len(equation.outvars), ()
         results = self.left(equation, body.outputs)
-        is_rule = self.reads_derivatives and equation.primitive.name.startswith("custom_vjp")
+        is_rule = self.reads_derivatives and has_custom_vjp(equation)
         # A custom derivative is run for parts and its cotangents are added up, which is right if it is linear in them:
         # nothing says so where no example is in it.
         if is_rule and any(fact.is_trained and fact.form == "shared" for fact in results):
@@ -264,7 +265,7 @@ class _Reader:
             return [refused("cond: which branch runs depends on the examples", equation)] * len(equation.outvars), ()
         branches = [
             self.body(Pair.of(branch, partner, self.counts), [inside(fact) for fact in rest])
-            for branch, partner in zip(equation.params["branches"], other.params["branches"], strict=True)
+            for branch, partner in zip(branches_of(equation), branches_of(other), strict=True)
         ]
         results = self.left(equation, branches[0].outputs)
         for branch in branches[1:]:
@@ -282,37 +283,47 @@ class _Reader:
             branches
         )
 
-    def scan(self, equation: Any, other: Any, operands: Sequence[Fact]) -> tuple[list[Fact], tuple[BodyFacts, ...]]:
-        const_count, carry_count = scan_counts(equation.params)
-        first_slice = const_count + carry_count
+    def loop(self, equation: Any, other: Any, operands: Sequence[Fact]) -> tuple[list[Fact], tuple[BodyFacts, ...]]:
+        loop, partner = Loop.of(equation), Loop.of(other)
+        assert loop is not None, "it is one"
+        assert partner is not None, "paired equations are of one primitive"
         entering = [inside(fact) for fact in operands]
-        slices = [self.round_piece(fact) for fact in entering[first_slice:]]
-        over_examples = any(fact.form == "examples" and fact.dim == 0 for fact in entering[first_slice:])
-        if equation.params["length"] != other.params["length"] and not over_examples:
+        slices = [self.round_piece(fact) for fact in entering[loop.pieces]]
+        over_examples = any(fact.form == "examples" and fact.dim == 0 for fact in entering[loop.pieces])
+        if loop.length != partner.length and not over_examples:
             return [refused("scan runs once for each example, and reads none", equation)] * len(equation.outvars), ()
-        if over_examples and any(fact.form in ("examples", "sum") for fact in entering[:first_slice]):
+        if over_examples and any(fact.form in ("examples", "sum") for fact in entering[: loop.pieces.start]):
             why = "scan reads all examples for each"
             return [refused(why, equation)] * len(equation.outvars), ()
-        pair = Pair.of(equation.params["jaxpr"], other.params["jaxpr"], self.counts)
-        carry = entering[const_count:first_slice]
+        pair = Pair.of(loop.body, partner.body, self.counts)
+        carry = entering[loop.carry]
         if over_examples:
             # Each round adds its example's to a sum that starts from zero, or the loop is refused.
             carry = [attrs.evolve(fact, form="sum", is_whole=False) if fact.is_zero else fact for fact in carry]
-        body, carry = self.rounds(equation, pair, entering[:const_count], carry, slices)
+        body, carry = self.rounds(equation, pair, entering[loop.consts], carry, slices)
         if body is None:
             why = refused("scan carries values from example to example", equation) if over_examples else carry[0]
             return [why] * len(equation.outvars), ()
+        if loop.test is not None:
+            test = self.body(Pair.of(loop.test, partner.test, self.counts), [*entering[loop.test_consts], *carry])
+            is_each = test.outputs[0].form == "examples" and test.outputs[0].dim is EACH_ROUND
+            if test.outputs[0].form != "shared" and not is_each:
+                why = "while: the number of rounds depends on several examples"
+                return [refused(why, equation)] * len(equation.outvars), ()
+            return list(carry), (body, test)
         results = list(carry)
-        for fact in self.left(equation, body.outputs[carry_count:]):
+        for fact in self.left(equation, body.outputs[loop.carry_count :]):
             if over_examples:
                 results.append(self.stacked(equation, fact))
             else:
                 dim = fact.dim + 1 if isinstance(fact.dim, int) else fact.dim
                 results.append(attrs.evolve(fact, dim=dim))
         if over_examples:
-            results[:carry_count] = [self.carried(equation, fact, body, index) for index, fact in enumerate(carry)]
+            results[: len(carry)] = [
+                self.carried(equation, fact, body, loop.const_count + index, index) for index, fact in enumerate(carry)
+            ]
             # What one carry brings from example to example may be in all results.
-            wrong = [fact for fact in results[:carry_count] if fact.form == "refused"]
+            wrong = [fact for fact in results[: len(carry)] if fact.form == "refused"]
             if wrong:
                 return wrong[:1] * len(results), ()
         return results, (body,)
@@ -331,10 +342,9 @@ class _Reader:
             return fact
         return refused("scan stacks, for each example, what is computed from others", equation)
 
-    def carried(self, equation: Any, fact: Fact, body: BodyFacts, index: int) -> Fact:
+    def carried(self, equation: Any, fact: Fact, body: BodyFacts, input_index: int, index: int) -> Fact:
         """The fact of what a loop over examples carries: sums, or what no round changes."""
-        start = body.pair.whole.invars[scan_counts(equation.params)[0] + index]
-        end = body.pair.whole.outvars[index]
+        start, end = body.pair.whole.invars[input_index], body.pair.whole.outvars[index]
         is_sum = fact.form == "sum" and _is_added_to(body, start, end)
         if is_sum or fact.form == "refused" or (fact.form == "shared" and end is start):
             return fact
@@ -357,22 +367,6 @@ class _Reader:
                 return body, facts
             facts = merged
         raise AssertionError("each reading of a loop adds to what is certain of it")
-
-    def loop(self, equation: Any, other: Any, operands: Sequence[Fact]) -> tuple[list[Fact], tuple[BodyFacts, ...]]:
-        params = equation.params
-        cond_count, first_carry = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        entering = [inside(fact) for fact in operands]
-        pair = Pair.of(params["body_jaxpr"], other.params["body_jaxpr"], self.counts)
-        body, carry = self.rounds(equation, pair, entering[cond_count:first_carry], entering[first_carry:], ())
-        if body is None:
-            return carry, ()
-        test_pair = Pair.of(params["cond_jaxpr"], other.params["cond_jaxpr"], self.counts)
-        test = self.body(test_pair, [*entering[:cond_count], *carry])
-        is_each = test.outputs[0].form == "examples" and test.outputs[0].dim is EACH_ROUND
-        if test.outputs[0].form != "shared" and not is_each:
-            why = "while: the number of rounds depends on several examples"
-            return [refused(why, equation)] * len(equation.outvars), ()
-        return list(carry), (body, test)
 
 
 def _is_added_to(body: BodyFacts, start: Any, end: Any) -> bool:

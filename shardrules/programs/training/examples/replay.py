@@ -20,13 +20,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.core.errors import MicrobatchError
 from shardrules.core.jax_state import lines_of
-from shardrules.programs.autoplan.traced.calls import InlinedCall
-from shardrules.programs.jaxprs.walk import CHECKPOINTS, programs_in, scan_counts
+from shardrules.programs.jaxprs.bodies import Loop, bodies_of
+from shardrules.programs.jaxprs.calls import InlinedCall, is_checkpoint, is_cond
+from shardrules.programs.jaxprs.segments import evaluated
+from shardrules.programs.jaxprs.walk import open_jaxpr
 from shardrules.programs.training.examples.facts import Fact, name_of_step
 from shardrules.programs.training.examples.pairs import Counts, part_params
 from shardrules.programs.training.examples.proof import BodyFacts, can_be_whole
 from shardrules.programs.training.examples.rules import own_columns
-from shardrules.programs.training.examples.run import evaluated
 
 Variant: TypeAlias = Literal["whole", "part"]
 """An array of the whole batch, or of a part: its examples, or its part of a sum."""
@@ -149,9 +150,8 @@ class Replay:
         nested = body.nested.get(index)
         name, is_scaled = equation.primitive.name, self.counts.trace != self.counts.part
         if nested is not None:
-            run = {"scan": self.scan, "while": self.loop, "cond": self.branches}.get(name, self.checkpoint)
             with lines_of(equation):
-                return run(equation, other, nested, operands)
+                return self.nested(equation, other, nested, operands)
         if is_scaled and InlinedCall.of(equation) is not None:
             return evaluated(self.closed_calls[id(equation)], operands)
         columns = own_columns(equation, facts, self.counts)
@@ -180,62 +180,39 @@ class Replay:
             self.group_axes[tuple(axes)] = self.position.group_count % size == 0
         return NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
 
-    def checkpoint(
+    def nested(
         self, equation: Any, other: Any, nested: tuple[BodyFacts, ...], operands: Sequence[Any]
     ) -> Sequence[Any]:
-        del other
-        params, (body,) = equation.params, nested
+        """Runs the bodies of a loop, of branches or of a checkpoint for the part."""
+        params, loop = equation.params, Loop.of(equation)
 
-        def run(*inputs: Any) -> list[Any]:
-            return self.body(body, inputs, body.outputs)
+        def runner(body: BodyFacts) -> Callable[..., list[Any]]:
+            def run(*inputs: Any) -> list[Any]:
+                return self.body(body, inputs, body.outputs)
 
-        return jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])(*operands)
+            return run
 
-    def scan(self, equation: Any, other: Any, nested: tuple[BodyFacts, ...], operands: Sequence[Any]) -> Sequence[Any]:
-        params, (body,) = equation.params, nested
-        const_count, carry_count = scan_counts(params)
-        first_slice = const_count + carry_count
-        carry_facts = body.inputs[const_count:first_slice]
+        if is_cond(equation):
+            return lax.switch(operands[0], [runner(body) for body in nested], *operands[1:])
+        if loop is None:
+            (body,) = nested
+            return jax.checkpoint(runner(body), prevent_cse=params["prevent_cse"], policy=params["policy"])(*operands)
+        body, *tests = nested
+        requested = [*body.inputs[loop.carry_inside], *body.outputs[loop.carry_count :]]
 
         def run(carry: Sequence[Any], pieces: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            requested = [*carry_facts, *body.outputs[carry_count:]]
-            results = self.body(body, [*operands[:const_count], *carry, *pieces], requested)
-            return _like(carry, results[:carry_count]), results[carry_count:]
+            results = self.body(body, [*operands[loop.consts], *carry, *pieces], requested)
+            return _like(carry, results[: loop.carry_count]), results[loop.carry_count :]
 
+        start = list(operands[loop.carry])
+        if tests:
+            test = runner(tests[0])
+            return lax.while_loop(
+                lambda carry: test(*operands[loop.test_consts], *carry)[0], lambda carry: run(carry, ())[0], start
+            )
         length = part_params(equation, other, self.counts)["length"]
-        carry, stacked = lax.scan(
-            run,
-            list(operands[const_count:first_slice]),
-            list(operands[first_slice:]),
-            length,
-            params["reverse"],
-            params["unroll"],
-        )
+        carry, stacked = lax.scan(run, start, list(operands[loop.pieces]), length, params["reverse"], params["unroll"])
         return [*carry, *stacked]
-
-    def loop(self, equation: Any, other: Any, nested: tuple[BodyFacts, ...], operands: Sequence[Any]) -> Sequence[Any]:
-        del other
-        params, (body, test) = equation.params, nested
-        cond_count, first_carry = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        carry_facts = body.inputs[len(body.inputs) - (len(operands) - first_carry) :]
-
-        def run(carry: Sequence[Any]) -> list[Any]:
-            return _like(carry, self.body(body, [*operands[cond_count:first_carry], *carry], carry_facts))
-
-        def goes_on(carry: Sequence[Any]) -> Any:
-            return self.body(test, [*operands[:cond_count], *carry], test.outputs)[0]
-
-        return lax.while_loop(goes_on, run, list(operands[first_carry:]))
-
-    def branches(
-        self, equation: Any, other: Any, nested: tuple[BodyFacts, ...], operands: Sequence[Any]
-    ) -> Sequence[Any]:
-        del equation, other
-
-        def branch(body: BodyFacts) -> Callable[..., list[Any]]:
-            return lambda *inputs: self.body(body, inputs, body.outputs)
-
-        return lax.switch(operands[0], [branch(body) for body in nested], *operands[1:])
 
 
 @final
@@ -305,13 +282,12 @@ def matched_calls(whole: ClosedJaxpr, part: ClosedJaxpr, counts: Counts) -> dict
 
 
 def _closed_calls(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
-    jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in ("scan", "while", "cond", *CHECKPOINTS):
-            for inner in programs_in(equation):
-                yield from _closed_calls(inner)
-        elif InlinedCall.of(equation) is not None:
+    for equation in open_jaxpr(program).eqns:
+        if InlinedCall.of(equation) is not None and not is_checkpoint(equation):
             yield equation
+        else:
+            for body in bodies_of(equation):
+                yield from _closed_calls(body.program)
 
 
 def _variant(fact: Fact, actual: Fact | None = None) -> Variant:

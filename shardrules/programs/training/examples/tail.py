@@ -9,22 +9,20 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
 from shardrules.core.source import equation_line, short_line
-from shardrules.programs.compiling.model_flops import without_dead_code
+from shardrules.programs.jaxprs.rewrite import reading, replaced
+from shardrules.programs.jaxprs.segments import evaluated, struct
+from shardrules.programs.jaxprs.walk import reads, without_dead_code
 from shardrules.programs.training.examples.facts import name_of_step
-from shardrules.programs.training.examples.run import evaluated
 
 
 def cut(program: ClosedJaxpr, inputs: Sequence[Var], outputs: Sequence[Any]) -> ClosedJaxpr:
     """Returns the part of a program that computes some of its arrays from its arguments and from other arrays of it."""
     fresh = {var: Var(var.aval) for var in inputs}
-
-    def current(var: Any) -> Any:
-        return var if isinstance(var, Literal) else fresh.get(var, var)
-
     jaxpr = program.jaxpr
-    equations = [equation.replace(invars=[current(var) for var in equation.invars]) for equation in jaxpr.eqns]
     body = jaxpr.replace(
-        invars=[*jaxpr.invars, *fresh.values()], outvars=[current(var) for var in outputs], eqns=equations
+        invars=[*jaxpr.invars, *fresh.values()],
+        outvars=[replaced(var, fresh) for var in outputs],
+        eqns=reading(jaxpr.eqns, fresh),
     )
     return ClosedJaxpr(without_dead_code(ClosedJaxpr(body, program.consts)), program.consts)
 
@@ -82,13 +80,11 @@ class Tail:
         """Returns which equation makes the loss no sum of its sums; empty where their weights are constants."""
         # Those without derivatives, such as counts of right answers, may be no weights either.
         sums = range(self.argument_count, self.argument_count + len(self.is_trained))
-        avals = self.program.in_avals
 
         def weights(*values: Any) -> list[Any]:
             return self.coefficients(values[: self.argument_count], values[self.argument_count :])
 
-        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
-        gradient = jax.make_jaxpr(weights)(*shapes)
+        gradient = jax.make_jaxpr(weights)(*map(struct, self.program.jaxpr.invars))
         if not _depends(gradient, sums, len(gradient.out_avals)):
             return ""
         return _first_nonlinear(self.program, sums)
@@ -98,7 +94,7 @@ def _depends(program: ClosedJaxpr, inputs: Sequence[int], result_count: int) -> 
     jaxpr = program.jaxpr
     body = jaxpr.replace(outvars=jaxpr.outvars[:result_count])
     live = without_dead_code(ClosedJaxpr(body, program.consts))
-    needed = {var for equation in live.eqns for var in equation.invars if not isinstance(var, Literal)}
+    needed = {*reads(live.eqns)}
     needed.update(var for var in live.outvars if not isinstance(var, Literal))
     return any(live.invars[index] in needed for index in inputs)
 

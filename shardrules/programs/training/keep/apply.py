@@ -13,10 +13,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from shardrules.core.errors import ConfigError
-from shardrules.programs.training.keep.flat import flattened, replaced
+from shardrules.programs.jaxprs.bodies import scan_of, with_bodies
+from shardrules.programs.jaxprs.calls import is_scan
+from shardrules.programs.jaxprs.inline import flattened
+from shardrules.programs.jaxprs.rewrite import Writer, fresh
+from shardrules.programs.jaxprs.segments import segment_program, segment_results, struct
+from shardrules.programs.jaxprs.walk import open_jaxpr
 from shardrules.programs.training.keep.keep import Keep, KeptUnit, Position
 from shardrules.programs.training.keep.rules import has_rule, with_named_rule
-from shardrules.programs.training.keep.segments import segment_program, segment_results, struct
 
 
 def with_kept(program: ClosedJaxpr, keep: Keep) -> ClosedJaxpr:
@@ -63,7 +67,7 @@ def _rewritten(body: Jaxpr, entries: Sequence[_Entry]) -> Jaxpr:
             scans.setdefault(path[0], []).append((path[1:], index, kept))
     # The choices may be for another program: positions are all that is known of it.
     for index in scans:
-        if index >= len(body.eqns) or body.eqns[index].primitive.name != "scan":
+        if index >= len(body.eqns) or not is_scan(body.eqns[index]):
             raise _other_program(f"equation {index} is no scan")
     equations: list[Any] = []
     index = 0
@@ -87,22 +91,21 @@ def _rewritten(body: Jaxpr, entries: Sequence[_Entry]) -> Jaxpr:
 
 def _scan_with(equation: Any, entries: Sequence[_Entry]) -> Any:
     """A scan whose body is checkpointed, or has units that are."""
-    params = equation.params
-    closed = params["jaxpr"]
+    loop = scan_of(equation)
+    inner = open_jaxpr(loop.body)
     _, index, kept = entries[0]
     if entries[0][0]:
-        body = _rewritten(closed.jaxpr, entries)
+        body = _rewritten(inner, entries)
     else:
-        if kept.unit.length != len(closed.jaxpr.eqns):
-            raise _other_program(f"a layer has {len(closed.jaxpr.eqns)} equations instead of {kept.unit.length}")
-        # The rounds of a loop run at another time than its gradient's rounds: compilers cannot share what both compute.
-        is_loop = 1 == params["unroll"] < params["length"]
-        inner = closed.jaxpr
+        if kept.unit.length != len(inner.eqns):
+            raise _other_program(f"a layer has {len(inner.eqns)} equations instead of {kept.unit.length}")
+        # The rounds of a loop run at another time than those of its gradient: compilers cannot share what both compute.
+        is_loop = loop.length is not None and 1 == loop.unroll < loop.length
         program = inner.replace(constvars=[], invars=[*inner.constvars, *inner.invars])
         outputs = [Var(var.aval) for var in inner.outvars]
         *namings, checkpointed = _checkpointed(program, index, kept, prevent_cse=not is_loop)
         body = inner.replace(eqns=[*namings, checkpointed.replace(outvars=outputs)], outvars=outputs)
-    return equation.replace(params={**params, "jaxpr": ClosedJaxpr(body, closed.consts)})
+    return with_bodies(equation, [body])
 
 
 def _other_program(why: str) -> ConfigError:
@@ -150,31 +153,24 @@ class _Named:
 
     def program(self, program: Jaxpr) -> Jaxpr:
         inputs = [Var(var.aval) for var in program.invars]
-        current: dict[Any, Any] = dict(zip(program.invars, inputs, strict=True))
+        writer = Writer(dict(zip(program.invars, inputs, strict=True)))
+        current = writer.current
         positions = dict.fromkeys((*(each for each in self.kept.kept if each[0] >= 0), *self.kept.offloaded))
-        equations: list[Any] = []
 
         def add_name(var: Any, position: Position, like: Any) -> None:
             if position in positions:
-                naming = self.naming(current[var], position, like)
-                equations.append(naming)
-                current[var] = naming.outvars[0]
+                (current[var],) = writer.add(self.naming(current[var], position, like))
 
         # A name is an equation: what follows has to read its result, or the checkpoint would not keep it.
         for index, var in enumerate(program.invars):
             add_name(var, (-1, index), program.eqns[0])
         for index, equation in enumerate(program.eqns):
-            operands = [replaced(var, current) for var in equation.invars]
-            results = [Var(var.aval) if type(var) is Var else var for var in equation.outvars]
-            changed = equation.replace(invars=operands, outvars=results)
-            if has_rule(equation):
-                changed = self.with_rule(changed, index, positions)
-            equations.append(changed)
+            changed = equation.replace(invars=writer.read(equation.invars), outvars=fresh(equation.outvars))
+            results = writer.add(self.with_rule(changed, index, positions) if has_rule(equation) else changed)
             current.update(zip(equation.outvars, results, strict=True))
             for position, var in enumerate(equation.outvars):
                 add_name(var, (index, position), equation)
-        outputs = [replaced(var, current) for var in program.outvars]
-        return program.replace(invars=inputs, outvars=outputs, eqns=equations)
+        return writer.program(program, invars=inputs)
 
     def naming(self, var: Any, position: Position, like: Any) -> Any:
         """The equation that gives an array its name, with the source line of the equation `like`."""

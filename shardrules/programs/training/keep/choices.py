@@ -8,10 +8,10 @@ import attrs
 from jax.extend.core import ClosedJaxpr
 
 from shardrules.programs.compiling.model_flops import model_flops
+from shardrules.programs.jaxprs.inline import flattened
 from shardrules.programs.machine.hardware import Hardware
 from shardrules.programs.training.host_state import LEAST_HOST_BYTES
 from shardrules.programs.training.keep.cut import KeptValues, cheapest
-from shardrules.programs.training.keep.flat import flattened
 from shardrules.programs.training.keep.keep import Keep, KeptUnit
 from shardrules.programs.training.keep.needs import NeedsReader
 from shardrules.programs.training.keep.problem import UnitProblem, unit_problem

@@ -8,11 +8,11 @@ import attrs
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from shardrules.programs.autoplan.traced.calls import open_jaxpr
-from shardrules.programs.jaxprs.walk import programs_in
-from shardrules.programs.training.keep.flat import flattened
+from shardrules.programs.jaxprs.calls import COND, CUSTOM_JVP, SCAN, WHILE
+from shardrules.programs.jaxprs.inline import flattened
+from shardrules.programs.jaxprs.segments import WITHOUT_DERIVATIVE, is_float, segment_program, signature, struct
+from shardrules.programs.jaxprs.walk import open_jaxpr, programs_in, reads
 from shardrules.programs.training.keep.rules import RuleValues, has_rule
-from shardrules.programs.training.keep.segments import WITHOUT_DERIVATIVE, is_float, segment_program, signature, struct
 
 _DEAR = "dot_general conv_general_dilated ragged_dot_general gather random_bits threefry2x32 sort top_k fft cholesky"
 _DEAR_PRIMITIVES = frozenset(_DEAR.split())
@@ -21,10 +21,9 @@ _DEAR_PRIMITIVES = frozenset(_DEAR.split())
 
 def is_dear_equation(equation: Any) -> bool:
     """It is a matmul, a loop, a kernel or another operation that compilers fuse into no other."""
-    if equation.primitive.name in _DEAR_PRIMITIVES or "call" in equation.primitive.name.removeprefix("custom_jvp_call"):
+    if equation.primitive.name in _DEAR_PRIMITIVES or "call" in equation.primitive.name.removeprefix(CUSTOM_JVP):
         return True
-    name = equation.primitive.name
-    if name in ("scan", "while", "cond", "shard_map"):
+    if equation.primitive.name in (SCAN, WHILE, COND, "shard_map"):
         return True
     return any(is_dear_equation(inner) for program in programs_in(equation) for inner in open_jaxpr(program).eqns)
 
@@ -69,9 +68,7 @@ class NeedsReader:
         for index in range(len(needs) - 1, -1, -1):
             equation = body.eqns[index]
             if any(equation.outvars[result] in useful for result in needs[index].traced_results):
-                useful.update(
-                    dict.fromkeys(var for var in equation.invars if not isinstance(var, Literal) and var in traced)
-                )
+                useful.update(dict.fromkeys(var for var in reads([equation]) if var in traced))
             else:
                 needs[index] = EquationNeeds((), ())
         return needs

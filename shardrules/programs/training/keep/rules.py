@@ -11,7 +11,8 @@ import attrs
 from jax.extend import linear_util
 from jax.extend.core import ClosedJaxpr, Literal
 
-from shardrules.programs.autoplan.traced.calls import open_jaxpr
+from shardrules.programs.jaxprs.rewrite import Writer
+from shardrules.programs.jaxprs.walk import closed_like, open_jaxpr
 
 
 def has_rule(equation: Any) -> bool:
@@ -65,15 +66,12 @@ def with_named_rule(equation: Any, name: Callable[[Any, int], Any | None]) -> An
     def rule(*is_traced: bool) -> tuple[Any, Any]:
         jaxpr, consts = thunk.call_wrapped(*is_traced)
         inner = open_jaxpr(jaxpr)
-        equations, renamed = list(inner.eqns), dict[Any, Any]()
+        writer = Writer(equations=list(inner.eqns))
         for index, var in enumerate(inner.outvars):
             naming = None if isinstance(var, Literal) else name(var, index)
-            if naming is not None and var not in renamed:
-                equations.append(naming)
-                renamed[var] = naming.outvars[0]
-        outputs = [var if isinstance(var, Literal) else renamed.get(var, var) for var in inner.outvars]
-        changed = inner.replace(eqns=equations, outvars=outputs)
-        return (ClosedJaxpr(changed, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else changed), consts
+            if naming is not None and var not in writer.current:
+                (writer.current[var],) = writer.add(naming)
+        return closed_like(jaxpr, writer.program(inner)), consts
 
     wrapped = linear_util.wrap_init(rule, debug_info=thunk.debug_info)
     return equation.replace(params={**equation.params, "fwd_jaxpr_thunk": wrapped})

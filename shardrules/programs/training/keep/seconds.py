@@ -1,17 +1,17 @@
 """The seconds of computing each equation of a program again, by the sheet of a device."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 
 from shardrules.mesh.shape import mesh_shape
 from shardrules.programs.autoplan.graph.compute_cost import ComputeCosts
 from shardrules.programs.autoplan.graph.machine import Machine
-from shardrules.programs.autoplan.traced.calls import InlinedCall, open_jaxpr
 from shardrules.programs.autoplan.traced.fusion import FusedProgram
 from shardrules.programs.autoplan.traced.program import read_jaxpr
+from shardrules.programs.jaxprs.bodies import bodies_of
+from shardrules.programs.jaxprs.walk import open_jaxpr
 from shardrules.programs.machine.hardware import Hardware
 
 
@@ -46,17 +46,4 @@ def equation_seconds(program: ClosedJaxpr, hardware: Hardware) -> tuple[list[flo
 
 def _reader_count(equation: Any) -> int:
     """The number of equations that the reader of programs counts for one, with the equations inside of it."""
-    return 1 + sum(_reader_count(inner) for body in _read_bodies(equation) for inner in body.eqns)
-
-
-def _read_bodies(equation: Any) -> Iterator[Jaxpr]:
-    """The bodies that the reader of programs enters."""
-    call, params = InlinedCall.of(equation), equation.params
-    if call is not None:
-        yield open_jaxpr(call.jaxpr)
-    elif equation.primitive.name == "scan":
-        yield open_jaxpr(params["jaxpr"])
-    elif equation.primitive.name == "while":
-        yield from map(open_jaxpr, (params["body_jaxpr"], params["cond_jaxpr"]))
-    elif equation.primitive.name == "cond":
-        yield from map(open_jaxpr, params["branches"])
+    return 1 + sum(_reader_count(inner) for body in bodies_of(equation) for inner in open_jaxpr(body.program).eqns)

@@ -11,10 +11,10 @@ import attrs
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardrules.programs.autoplan.traced.calls import open_jaxpr
-from shardrules.programs.compiling.model_flops import model_flops
-from shardrules.programs.jaxprs.walk import scan_counts
-from shardrules.programs.training.keep.segments import (
+from shardrules.programs.compiling.model_flops import flops_of
+from shardrules.programs.jaxprs.bodies import scan_of
+from shardrules.programs.jaxprs.calls import is_scan
+from shardrules.programs.jaxprs.segments import (
     WITHOUT_DERIVATIVE,
     is_float,
     nbytes_of,
@@ -22,6 +22,7 @@ from shardrules.programs.training.keep.segments import (
     segment_results,
     signature,
 )
+from shardrules.programs.jaxprs.walk import inner_runs, open_jaxpr, reads
 
 
 @final
@@ -95,7 +96,7 @@ class _Finder:
                 index += run.length * run.repeats
                 continue
             equation = body.eqns[index]
-            if equation.primitive.name == "scan":
+            if is_scan(equation):
                 yield from self.units_of_scan(equation, traced, weights, (*path, index), count)
             index += 1
 
@@ -108,28 +109,28 @@ class _Finder:
         count: int,
     ) -> Iterator[Unit]:
         """Yields the body of a scan, or the units in it."""
-        inner = open_jaxpr(equation.params["jaxpr"])
-        const_count, carry_count = scan_counts(equation.params)
+        loop = scan_of(equation)
+        inner = open_jaxpr(loop.body)
         inside = dict.fromkeys(
             inner_var for var, inner_var in zip(equation.invars, inner.invars, strict=True) if _is_among(var, traced)
         )
-        carry = inner.invars[const_count : const_count + carry_count]
+        carry = inner.invars[loop.carry]
         while True:  # what goes round may need gradients only from the second round on
             before = len(inside)
             _spread(inner, inside)
-            for var, result in zip(carry, inner.outvars[:carry_count], strict=True):
+            for var, result in zip(carry, inner.outvars[: loop.carry_count], strict=True):
                 if result in inside:
                     inside.setdefault(var)
             if len(inside) == before:
                 break
         if not inside:
             return
-        rounds = count * equation.params["length"]
+        rounds = count * inner_runs(equation)
         is_resident = [
-            index < const_count or (index >= const_count + carry_count and _is_among(var, weights))
+            index < loop.const_count or (index >= loop.pieces.start and _is_among(var, weights))
             for index, var in enumerate(equation.invars)
         ]
-        sliced = equation.invars[const_count + carry_count :]
+        sliced = equation.invars[loop.pieces]
         has_weights = any(_is_among(var, weights) and _is_among(var, traced) for var in sliced)
         has_layers, resident = False, dict[Any, None]()
         if not has_weights:
@@ -150,9 +151,9 @@ class _Finder:
     ) -> Unit | None:
         """The unit of a run of equal segments, from the first that needs a gradient on; `None` if none does."""
         starts = range(run.start, run.start + run.length * run.repeats, run.length)
-        reads = [dict.fromkeys(_reads(body.eqns[start : start + run.length])) for start in starts]
+        operands = [dict.fromkeys(reads(body.eqns[start : start + run.length])) for start in starts]
         needing = [
-            start for start, variables in zip(starts, reads, strict=True) if any(var in traced for var in variables)
+            start for start, variables in zip(starts, operands, strict=True) if any(var in traced for var in variables)
         ]
         if not needing:
             return None
@@ -166,11 +167,6 @@ class _Finder:
         is_traced = tuple(var in traced for var in segment.invars)
         position = attrs.evolve(run, start=needing[0], repeats=len(needing))
         return Unit(position, segment, is_traced, is_resident, len(needing), is_loop=False)
-
-
-def _reads(equations: Sequence[Any]) -> Iterator[Any]:
-    """The variables that equations read, without constants."""
-    return (var for equation in equations for var in equation.invars if not isinstance(var, Literal))
 
 
 def _spread(body: Jaxpr, traced: dict[Any, None]) -> None:
@@ -200,8 +196,7 @@ def _computed_from(body: Jaxpr, resident: Mapping[Any, None]) -> dict[Any, None]
     """The variables in memory while a body runs, and other forms of them."""
     weights = dict(resident)
     for equation in body.eqns:
-        operands = [var for var in equation.invars if not isinstance(var, Literal)]
-        if equation.primitive.name in _COPIES and all(var in weights for var in operands):
+        if equation.primitive.name in _COPIES and all(var in weights for var in reads([equation])):
             weights.update(dict.fromkeys(equation.outvars))
     return weights
 
@@ -213,9 +208,7 @@ def _is_among(var: Any, variables: Mapping[Any, None]) -> bool:
 
 def _scans_any(equation: Any, weights: Mapping[Any, None]) -> bool:
     """An equation is a scan that reads some weights round by round."""
-    if equation.primitive.name != "scan":
-        return False
-    return any(_is_among(var, weights) for var in equation.invars[sum(scan_counts(equation.params)) :])
+    return is_scan(equation) and any(_is_among(var, weights) for var in equation.invars[scan_of(equation).pieces])
 
 
 def find_runs(body: Jaxpr, start: int, stop: int, *, as_loops: bool = False) -> list[UnitPosition]:
@@ -224,7 +217,7 @@ def find_runs(body: Jaxpr, start: int, stop: int, *, as_loops: bool = False) -> 
     For loops, cuts of a run are better that leave it more segments, and constants count as arrays.
     """
     signatures = _signatures(body.eqns[start:stop], has_literals=not as_loops)
-    flops = np.array([_flops(equation) for equation in body.eqns[start:stop]], float)
+    flops = np.array([*map(flops_of, body.eqns[start:stop])], float)
     if not flops.any():
         return []
     best: tuple[float, int, int, int] | None = None  # FLOPs, then period, start and stop
@@ -263,7 +256,7 @@ def _best_rotation(body: Jaxpr, start: int, stop: int, period: int, wider: float
     """
     last_use: dict[Any, int] = {}
     for index, equation in enumerate(body.eqns):
-        last_use.update((var, index) for var in equation.invars if not isinstance(var, Literal))
+        last_use.update((var, index) for var in reads([equation]))
     last_use.update((var, len(body.eqns)) for var in body.outvars if not isinstance(var, Literal))
     crossing = np.zeros(stop - start + 1)
     for index in range(start, stop):
@@ -304,7 +297,3 @@ def _signatures(equations: Sequence[Any], has_literals: bool) -> np.ndarray:
     return np.array(
         [numbers.setdefault(signature(equation, has_literals), len(numbers)) for equation in equations], np.int64
     )
-
-
-def _flops(equation: Any) -> int:
-    return model_flops(segment_program([equation], []))

@@ -7,11 +7,11 @@ from jax.extend.core import Literal
 
 from shardrules.core.source import equation_line, short_line
 from shardrules.programs.autoplan.traced.kernels import VIEWS
-from shardrules.programs.compiling.model_flops import model_flops
+from shardrules.programs.compiling.model_flops import flops_of
+from shardrules.programs.jaxprs.calls import CUSTOM_VJP, SCAN, WHILE
 from shardrules.programs.training.keep.cut import KeptValues
 from shardrules.programs.training.keep.needs import is_dear_equation
 from shardrules.programs.training.keep.problem import UnitProblem
-from shardrules.programs.training.keep.segments import segment_program
 
 _LISTED = 5
 """The arrays and operations that are listed of each unit; the others are counted. A line has room for as many."""
@@ -20,9 +20,8 @@ _NAMES = {
     "dot_general": "matmul",
     "conv_general_dilated": "convolution",
     "ragged_dot_general": "ragged matmul",
-    "scan": "loop",
-    "while": "loop",
-    "custom_vjp_call": "kernel",
+    **dict.fromkeys((SCAN, WHILE), "loop"),
+    CUSTOM_VJP: "kernel",
     "pallas_call": "kernel",
 }
 """The names of primitives in plain words; others have their own names."""
@@ -74,15 +73,11 @@ def host_bytes(problems: Sequence[UnitProblem], chosen: Sequence[UnitParts]) -> 
 def repeated_flops(problems: Sequence[UnitProblem], chosen: Sequence[UnitParts]) -> float:
     """The FLOPs that are computed again."""
     return sum(
-        problem.unit.run_count * count / problem.repeats * _flops(problem.unit.body.eqns[step])
+        problem.unit.run_count * count / problem.repeats * flops_of(problem.unit.body.eqns[step])
         for problem, parts in zip(problems, chosen, strict=True)
         for kept, count in parts
         for step in kept.repeated
     )
-
-
-def _flops(equation: Any) -> int:
-    return model_flops(segment_program([equation], []))
 
 
 def _values_text(problem: UnitProblem, values: Iterable[int]) -> str:

@@ -8,10 +8,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardrules.core.errors import MicrobatchError
 from shardrules.core.source import equation_line, short_line
-from shardrules.programs.autoplan.traced.calls import open_jaxpr
 from shardrules.programs.compiling.model_flops import model_flops
-from shardrules.programs.jaxprs.walk import programs_in, scan_counts
-from shardrules.programs.training.keep.segments import segment_program
+from shardrules.programs.jaxprs.bodies import scan_of
+from shardrules.programs.jaxprs.calls import is_cond, is_scan
+from shardrules.programs.jaxprs.segments import segment_program
+from shardrules.programs.jaxprs.walk import inner_runs, open_jaxpr, programs_in, reads
 from shardrules.programs.training.stages.rolled import rolled
 
 _MOST_OUTSIDE = 0.5
@@ -33,7 +34,7 @@ class LayerLoop:
 
     @property
     def layer_count(self) -> int:
-        return self.equation.params["length"]
+        return inner_runs(self.equation)
 
     @classmethod
     def of(cls, program: ClosedJaxpr, batched: Sequence[bool]) -> "LayerLoop":
@@ -41,20 +42,20 @@ class LayerLoop:
         jaxpr = program.jaxpr
         index, _ = _main_loop(program)
         equation = jaxpr.eqns[index]
-        needed, first, rest = set(_reads([equation])), [], [*jaxpr.eqns[index + 1 :]]
+        needed, first, rest = set(reads([equation])), [], [*jaxpr.eqns[index + 1 :]]
         # Only what the loop needs runs before it: the loss and the like have to wait for the last stage.
         for each in reversed(jaxpr.eqns[:index]):
             if any(var in needed for var in each.outvars):
-                needed.update(_reads([each]))
+                needed.update(reads([each]))
                 first.insert(0, each)
             else:
                 rest.insert(0, each)
         outputs = [var for var in jaxpr.outvars if not isinstance(var, Literal)]
-        read = dict.fromkeys((*_reads([equation, *rest]), *outputs))
+        read = dict.fromkeys((*reads([equation, *rest]), *outputs))
         computed = dict.fromkeys(var for each in first for var in each.outvars)
         by_microbatch = {var for var, flag in zip(jaxpr.invars, batched, strict=True) if flag}
         for each in (*first, equation, *rest):
-            if any(var in by_microbatch for var in _reads([each])):
+            if any(var in by_microbatch for var in reads([each])):
                 by_microbatch.update(each.outvars)
         _check_layers(equation, by_microbatch)
         before = segment_program(first, [var for var in read if var in computed])
@@ -76,7 +77,7 @@ def with_layer_loop(program: ClosedJaxpr) -> ClosedJaxpr:
         program = with_loop
         index, part = _main_loop(program)
         if part < 1 - _MOST_OUTSIDE:
-            count = program.jaxpr.eqns[index].params["length"]
+            count = inner_runs(program.jaxpr.eqns[index])
             raise MicrobatchError(
                 f"its largest loop, of {count} layers, has {part:.0%} of its FLOPs; with less than "
                 f"{1 - _MOST_OUTSIDE:.0%} in stages, most of the work would be outside of them"
@@ -89,9 +90,9 @@ def with_layer_loop(program: ClosedJaxpr) -> ClosedJaxpr:
 def _main_loop(program: ClosedJaxpr) -> tuple[int, float]:
     """The index of the loop that does most of the work of a program, and its part of that."""
     loops = {
-        index: equation.params["length"] * model_flops(equation.params["jaxpr"])
+        index: inner_runs(equation) * model_flops(scan_of(equation).body)
         for index, equation in enumerate(program.jaxpr.eqns)
-        if equation.primitive.name == "scan" and len(equation.invars) > sum(scan_counts(equation.params))
+        if is_scan(equation) and equation.invars[scan_of(equation).pieces]
     }
     if not loops:
         return -1, 0.0
@@ -101,9 +102,9 @@ def _main_loop(program: ClosedJaxpr) -> tuple[int, float]:
 
 def _check_layers(loop: Any, by_microbatch: Collection[Any]) -> None:
     """Raises an error for layers that compute something else where several are computed at once."""
-    if not any(var in by_microbatch for var in _reads([loop])):
+    if not any(var in by_microbatch for var in reads([loop])):
         raise MicrobatchError("its loop over layers reads nothing of the batch")
-    body, const_count = loop.params["jaxpr"].jaxpr, scan_counts(loop.params)[0]
+    body, const_count = open_jaxpr(scan_of(loop).body), scan_of(loop).const_count
     # What differs from stage to stage: all but constants that are the same for the batch.
     differs = dict.fromkeys(
         inner
@@ -111,9 +112,9 @@ def _check_layers(loop: Any, by_microbatch: Collection[Any]) -> None:
         if index >= const_count or (not isinstance(var, Literal) and var in by_microbatch)
     )
     for equation in body.eqns:
-        if any(var in differs for var in _reads([equation])):
+        if any(var in differs for var in reads([equation])):
             differs.update(dict.fromkeys(equation.outvars))
-            if any(each.primitive.name == "cond" for each in (equation, *_inside(equation))):
+            if any(map(is_cond, (equation, *_inside(equation)))):
                 line = equation_line(equation)
                 raise MicrobatchError(
                     "its layers branch (jax.lax.cond), and stages that compute at once would compute all branches"
@@ -131,7 +132,3 @@ def _inside(equation: Any) -> Iterator[Any]:
             for each in open_jaxpr(program).eqns:
                 yield each
                 yield from _inside(each)
-
-
-def _reads(equations: Sequence[Any]) -> Iterator[Any]:
-    return (var for equation in equations for var in equation.invars if not isinstance(var, Literal))

@@ -16,10 +16,12 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from shardrules.programs.compiling.model_flops import model_flops
+from shardrules.programs.jaxprs.equality import equal_params, literal_value
+from shardrules.programs.jaxprs.inline import flattened
+from shardrules.programs.jaxprs.rewrite import reading, replaced
+from shardrules.programs.jaxprs.segments import nbytes_of, segment_program, struct
+from shardrules.programs.jaxprs.walk import reads
 from shardrules.programs.training.examples.derivatives import pulled_back
-from shardrules.programs.training.examples.equality import equal_params, literal_value
-from shardrules.programs.training.keep.flat import flattened, replaced
-from shardrules.programs.training.keep.segments import nbytes_of, segment_program, struct
 from shardrules.programs.training.keep.units import UnitPosition, find_runs
 
 
@@ -170,7 +172,7 @@ class _Layers:
         assert inputs is not None, "layers of a loop have inputs"
         before = [each for index in range(self.run.repeats) for each in self._segment(index, self.first)]
         after = body.eqns[self.stop :]
-        read = {var for each in after for var in each.invars if not isinstance(var, Literal)}
+        read = {*reads(after)}
         read |= {var for var in body.outvars if not isinstance(var, Literal)}
         rows = dict.fromkeys(
             (index, position) for var, (_, index, position) in self.sources.items() if var in read and self.source(var)
@@ -192,8 +194,8 @@ class _Layers:
         outvars = [results[result][-1] for result in ends] + [var for result in stacked for var in results[result]]
         inside = dict(zip(traced.jaxpr.invars, variables, strict=True))
         computed = {var: replaced(result, inside) for var, result in zip(outvars, traced.jaxpr.outvars, strict=True)}
-        equations = [*body.eqns[: self.run.start], *before, *_reading(traced.jaxpr.eqns, inside)]
-        equations += _reading(after, computed)
+        equations = [*body.eqns[: self.run.start], *before, *reading(traced.jaxpr.eqns, inside)]
+        equations += reading(after, computed)
         rolled = body.replace(
             constvars=[*body.constvars, *traced.jaxpr.constvars],
             eqns=equations,
@@ -263,11 +265,6 @@ class _Inputs:
         yield from self.consts.values()
         yield from ((first,) for first, _ in self.carry.values())
         yield from self.pieces.values()
-
-
-def _reading(equations: Sequence[Any], variables: dict[Any, Any]) -> list[Any]:
-    """Equations that read other variables."""
-    return [each.replace(invars=[replaced(var, variables) for var in each.invars]) for each in equations]
 
 
 def _key(column: _Column) -> Any:

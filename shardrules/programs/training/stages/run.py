@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 from shardrules.core.axes import mesh_sizes
 from shardrules.core.context import current_mesh
 from shardrules.core.keys import is_key
-from shardrules.programs.jaxprs.walk import scan_counts
+from shardrules.programs.jaxprs.bodies import scan_of
 from shardrules.programs.regions.region import region
 from shardrules.programs.training.accumulation import accumulation_dtype
 from shardrules.programs.training.stages.layers import LayerLoop
@@ -106,13 +106,12 @@ class StagedProgram:
     def _layers(self, values: dict[Any, Any]) -> list[Any]:
         """Runs the layers, tick by tick."""
         equation = self.loop.equation
-        const_count, carry_count = scan_counts(equation.params)
+        loop = scan_of(equation)
         operands = [self._read(var, values) for var in equation.invars]
-        first_piece = const_count + carry_count
-        consts = [(self._summing(array, is_shared), is_shared) for array, is_shared in operands[:const_count]]
-        carry = operands[const_count:first_piece]
+        consts = [(self._summing(array, is_shared), is_shared) for array, is_shared in operands[loop.consts]]
+        carry = operands[loop.carry]
         pieces = [
-            (self._summing(self._by_stage(*operand), operand[1]), operand[1]) for operand in operands[first_piece:]
+            (self._summing(self._by_stage(*operand), operand[1]), operand[1]) for operand in operands[loop.pieces]
         ]
         waiting = [self._queue(*operand) for operand in carry]
         # What stages compute before a microbatch reaches them is for nobody. From arrays of the batch it is finite.
@@ -209,7 +208,7 @@ class StagedProgram:
         pieces: Sequence[tuple[Any, bool]],
     ) -> tuple[list[Any], list[Any]]:
         """Runs each stage with its microbatch and chunk, layer by layer."""
-        run = jaxpr_as_fun(self.loop.equation.params["jaxpr"])
+        run = jaxpr_as_fun(scan_of(self.loop.equation).body)
         count = len(inputs)
 
         def of_stages(array: Any, is_shared: bool) -> Any:

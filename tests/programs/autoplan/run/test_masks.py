@@ -11,8 +11,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 import shardrules as sr
 from shardrules.programs.autoplan.run.masks import with_masks_inside
-from shardrules.programs.compiling.model_flops import without_dead_code
-from shardrules.programs.jaxprs.walk import equations
+from shardrules.programs.jaxprs.walk import equations, without_dead_code
 
 LENGTH = 1024
 WEIGHTS = jnp.asarray(np.random.default_rng(0).normal(size=(3, 16, 16)), jnp.float32) / 4

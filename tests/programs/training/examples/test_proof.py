@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from shardrules.programs.jaxprs.inline import flattened
 from shardrules.programs.training.examples.facts import EACH_ROUND, Fact
 from shardrules.programs.training.examples.pairs import Counts, Pair
 from shardrules.programs.training.examples.proof import BodyFacts, read_examples
-from shardrules.programs.training.keep.flat import flattened
 
 COUNTS = Counts(8, 2, 2)
 WEIGHT = Fact("shared", is_trained=True, is_whole=True)

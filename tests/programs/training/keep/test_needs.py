@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardrules.programs.training.keep.flat import flattened
+from shardrules.programs.jaxprs.inline import flattened
 from shardrules.programs.training.keep.needs import EquationNeeds, NeedsReader
 
 X, W = jnp.ones((2, 4)), jnp.ones((4, 4))

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from shardrules.programs.training.keep.flat import flattened
-from shardrules.programs.training.keep.segments import struct
+from shardrules.programs.jaxprs.inline import flattened
+from shardrules.programs.jaxprs.segments import struct
 from shardrules.programs.training.keep.units import Unit, find_units
 from tests.programs.training.keep.programs import LAYERS, Traced, batch, layer, layer_weights, scanned, unrolled
 

@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from shardrules import Hardware
+from shardrules.programs.jaxprs.inline import flattened
 from shardrules.programs.training.keep.apply import with_kept
 from shardrules.programs.training.keep.choices import keep_choices
-from shardrules.programs.training.keep.flat import flattened
 from shardrules.programs.training.stages import rolled as rolled_module
 from shardrules.programs.training.stages.rolled import rolled
 

@@ -14,10 +14,9 @@ import attrs
 import jax
 import jax.numpy as jnp
 
-from shardrules.programs.autoplan.traced.calls import open_jaxpr
 from shardrules.programs.autoplan.traced.factors.loops import Loops, OpSignature, whole
 from shardrules.programs.autoplan.traced.factors.retraced import is_from, retraced_loops, retraced_params
-from shardrules.programs.jaxprs.walk import equations, programs_in
+from shardrules.programs.jaxprs.walk import equations, open_jaxpr, programs_in
 
 
 @final

@@ -1,4 +1,4 @@
-"""Stretches of equations as programs, and what tells equations apart."""
+"""Stretches of equations as programs, and the signatures of equations."""
 
 import functools
 import math
@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
-from shardrules.programs.autoplan.traced.calls import open_jaxpr
-from shardrules.programs.jaxprs.walk import programs_in
+from shardrules.programs.jaxprs.walk import open_jaxpr, programs_in, reads
 
 _CONSTANT = "stop_gradient sign floor ceil round is_finite nextafter argmax argmin"
 WITHOUT_DERIVATIVE = frozenset(_CONSTANT.split())
@@ -25,8 +24,7 @@ _INDICES = ("name", "start_indices", "limit_indices")
 def segment_program(equations: Sequence[Any], results: Sequence[Any]) -> Jaxpr:
     """Returns equations as a program that takes what they read from outside, and returns `results`."""
     inner = dict.fromkeys(var for equation in equations for var in equation.outvars)
-    reads = [var for equation in equations for var in equation.invars if not isinstance(var, Literal)]
-    inputs = [var for var in dict.fromkeys(reads) if var not in inner]
+    inputs = [var for var in dict.fromkeys(reads(equations)) if var not in inner]
     effects = {effect for equation in equations for effect in equation.effects}
     return _empty_program().replace(
         constvars=[], invars=inputs, outvars=list(results), eqns=list(equations), effects=effects
@@ -39,11 +37,19 @@ def _empty_program() -> Jaxpr:
     return jax.make_jaxpr(lambda: ())().jaxpr
 
 
+def evaluated(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    """Runs one equation, and keeps which line of the user's code it is from."""
+    # A variable of its own for each operand: one that comes twice may have two values.
+    invars = [var if isinstance(var, Literal) else Var(var.aval) for var in equation.invars]
+    outvars = [Var(var.aval) for var in equation.outvars]
+    program = segment_program([equation.replace(invars=invars, outvars=outvars)], outvars)
+    values = [value for var, value in zip(invars, operands, strict=True) if isinstance(var, Var)]
+    return jaxpr_as_fun(ClosedJaxpr(program, ()))(*values)
+
+
 def segment_results(body: Jaxpr, start: int, stop: int) -> list[Any]:
-    """Returns what equations of a program compute and others, or the program's caller, read."""
-    later = dict.fromkeys(
-        var for equation in body.eqns[stop:] for var in equation.invars if not isinstance(var, Literal)
-    )
+    """Returns the results of equations of a program that others, or the program's caller, read."""
+    later = dict.fromkeys(reads(body.eqns[stop:]))
     later.update(dict.fromkeys(var for var in body.outvars if not isinstance(var, Literal)))
     outputs = [var for equation in body.eqns[start:stop] for var in equation.outvars if type(var) is Var]
     return [var for var in outputs if var in later]
@@ -68,7 +74,7 @@ def signature(equation: Any, has_literals: bool = True) -> Any:
 
 
 def is_float(var: Any) -> bool:
-    """An array has elements with derivatives; tokens have no elements at all."""
+    """Tokens have no elements, and so no derivatives."""
     return jnp.issubdtype(getattr(var.aval, "dtype", np.dtype(int)), np.inexact)
 
 

@@ -10,24 +10,22 @@ from jax.core import AbstractValue, Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardrules.core.keys import is_key
-from shardrules.programs.autoplan.traced.calls import open_jaxpr
+from shardrules.programs.jaxprs.calls import has_custom_derivative
+from shardrules.programs.jaxprs.walk import open_jaxpr
 
 Derivative: TypeAlias = Callable[[Any], ClosedJaxpr | None] | None
 """Returns an equation with its derivative as a program, `None` where it is like no other. Without it, only what
 functions compute is compared."""
 
-_WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
-"""The beginning of the names of functions with derivatives of their own."""
-
 _POLICY_DEPTH = 4
-"""The most policies of `jax.checkpoint` that may be made of each other to be compared."""
+"""The most policies of `jax.checkpoint` that are made of each other and compared: chosen by hand."""
 
 
 def equal_params(equation: Any, other: Any, derivative: Derivative = None) -> bool:
-    """Equations have equal parameters, and the same derivatives.
+    """Returns whether equations have equal parameters, and the same derivatives.
 
     ```python
-    from shardrules.programs.training.examples.equality import equal_params
+    from shardrules.programs.jaxprs.equality import equal_params
 
     first, second, third = jax.make_jaxpr(lambda x: (x[:2], x[:2], x[1:3]))(jnp.ones(4)).eqns
     assert equal_params(first, second) and not equal_params(first, third)
@@ -36,7 +34,7 @@ def equal_params(equation: Any, other: Any, derivative: Derivative = None) -> bo
     params, others = equation.params, other.params
     if params.keys() != others.keys():
         return False
-    if equation.primitive.name.startswith(_WITH_RULES):
+    if has_custom_derivative(equation):
         # Rules for derivatives are other functions in each call: what they compute decides.
         names = [name for name, value in params.items() if isinstance(value, ClosedJaxpr | int)]
         derivatives = () if derivative is None else (derivative(equation), derivative(other))
@@ -53,7 +51,7 @@ def equal_params(equation: Any, other: Any, derivative: Derivative = None) -> bo
 
 
 def equal_values(value: Any, other: Any, derivative: Derivative = None) -> bool:
-    """Parameters are equal; programs are if all of their equations are."""
+    """Returns whether parameters are equal; programs are if all of their equations are."""
     if value is other:
         return True
     if type(value) is not type(other) or isinstance(value, Tracer):
@@ -87,7 +85,7 @@ def literal_value(literal: Any) -> Any:
 
 
 def _equal_policies(policy: Any, other: Any, depth: int = _POLICY_DEPTH) -> bool:
-    """One function makes both policies of equal values."""
+    """Policies are equal if one function makes both of equal values."""
     code = getattr(policy, "__code__", None)
     if policy is other or code is None:
         return equal_values(policy, other)
@@ -101,7 +99,7 @@ def _equal_policies(policy: Any, other: Any, depth: int = _POLICY_DEPTH) -> bool
 
 
 def _values_of(function: Any) -> list[Any]:
-    """The values that a function closes over and has as defaults."""
+    """The values that a function closes over, and its defaults."""
     values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # a cell is empty until its variable is set

@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.programs.jaxprs.inline import flattened
 from shardrules.programs.jaxprs.walk import equations
-from shardrules.programs.training.keep.flat import flattened
 
 
 def names(program: object) -> list[str]:
