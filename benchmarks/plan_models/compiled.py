@@ -25,8 +25,9 @@ from shardrules.programs.compiled.flops import find_matmuls
 from shardrules.programs.compiled.kernels import Kernel, find_kernels
 from shardrules.programs.compiled.program import CompiledProgram, read_program
 from shardrules.programs.compiling.compile import CompilerMemory
-from shardrules.programs.compiling.model_flops import model_matmuls, without_dead_code
+from shardrules.programs.compiling.model_flops import model_matmuls
 from shardrules.programs.costs.schedule import play_schedule
+from shardrules.programs.jaxprs.walk import without_dead_code
 
 FLOPS_PER_SECOND, WIRE_BYTES_PER_SECOND, MEMORY_BYTES_PER_SECOND = 495e12, 360e9, 2.7e12
 """Half of an H100's peak for bf16, four fifths of its NVLink, and of its memory. Only their ratios decide which plan is

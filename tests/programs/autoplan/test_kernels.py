@@ -231,7 +231,7 @@ def test_compilers_take_kernels_for_pieces(name: str, target: str, axes: str, sp
     """Nothing is gathered, and gradients of weights are added up."""
     shipped, mesh = SHIPPED[name], mesh_on(target, axes)
     plan = sr.autoplan(shipped.fn, *shipped.args, mesh=mesh, pins=sr.SpecTreeShardingRule(specs))
-    report = sr.ShardingAnalyzer(mesh).audit(plan.jit(shipped.fn), *shipped.args, target=target)
+    report = sr.audit(plan.jit(shipped.fn), *shipped.args, mesh=mesh, target=target)
     assert [collective.kind for collective in report.collectives] == kinds
     assert "custom-call" in (report.hlo_text or "")
 
