@@ -10,7 +10,7 @@ import collections
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any, TypeAlias, final
 
@@ -89,11 +89,11 @@ _COPY = "copy or download the file again"
 class Safetensors:
     """The contents of one or more files, as their headers describe them."""
 
-    stored: dict[str, StoredArray]
+    stored: Mapping[str, StoredArray]
     """Each tensor by name."""
     headers: Mapping[str, "_Header"]
     """The file of each tensor."""
-    problems: list[Finding]
+    problems: Sequence[Finding]
 
     def tensor(self, name: str) -> FileTensor:
         """Returns where a tensor is, which has a dtype that arrays can have."""
@@ -109,11 +109,11 @@ class SafetensorsIndex:
     """The contents of an index."""
 
     path: Path
-    files: dict[str, Path]
+    files: Mapping[str, Path]
     """The file of each tensor."""
     total_bytes: int | None
     """The bytes of all tensors, if it says so."""
-    problems: list[Finding]
+    problems: Sequence[Finding]
 
 
 @final
@@ -180,7 +180,7 @@ def _files(path: Path, verify: bool) -> tuple[list[Path], SafetensorsIndex | Non
         return [], None, [_problem(path, f"it has several indices: {listed}", "pass one of them")]
     if indices:
         index = read_index(indices[0], verify=verify)
-        return list(dict.fromkeys(index.files.values())), index, index.problems
+        return list(dict.fromkeys(index.files.values())), index, [*index.problems]
     files = [file for file in inside if file.suffix == ".safetensors" or not is_folder]
     remedy = "pass the folder or the file that was saved"
     return files, None, [] if files else [_problem(path, "this folder has no .safetensors file", remedy)]
@@ -246,7 +246,7 @@ class _Header:
     begin: int = 0
     """The position of its data."""
     entries: Mapping[str, "_Entry"] = attrs.field(factory=dict)
-    stored: dict[str, StoredArray] = attrs.field(factory=dict)
+    stored: Mapping[str, StoredArray] = attrs.field(factory=dict)
     sums: Mapping[str, TensorSums] = attrs.field(factory=dict)
     """The checksums of tensors that have any."""
 

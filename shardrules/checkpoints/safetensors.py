@@ -7,7 +7,7 @@ what its own devices hold.
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -201,12 +201,12 @@ class _Files:
     """The beginning of the names of the files."""
     index: Path | None
     """`None` where there is one file."""
-    leaves: list[SavedLeaf]
-    names: list[str]
-    groups: list[list[int]]
+    leaves: Sequence[SavedLeaf]
+    names: Sequence[str]
+    groups: Sequence[list[int]]
     """The indices of the leaves in each file."""
     metadata: Mapping[str, str] | None
-    old: list[Path]
+    old: Sequence[Path]
     """The files of the old index."""
 
     @property

@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, final
@@ -42,7 +42,7 @@ class NamedObject:
     value: Any
     args: tuple[Any, ...] | None = None
     """The arguments in parentheses; `None` without parentheses."""
-    kwargs: dict[str, Any] = attrs.Factory(dict)
+    kwargs: Mapping[str, Any] = attrs.Factory(dict)
 
     @property
     def is_function(self) -> bool:

@@ -241,7 +241,7 @@ def _objects(arguments: Any) -> list[Any]:
     return [node for node in nodes if is_object(node)]
 
 
-def _variable_nodes(objects: list[Any]) -> tuple[list[Any], bool]:
+def _variable_nodes(objects: Sequence[Any]) -> tuple[list[Any], bool]:
     """The variables of some objects, twice where they are there twice, and whether the objects hold more than them."""
     is_variable = _of_types(variable_types())
     nodes = jtu.tree_leaves(objects, is_leaf=is_variable)
@@ -299,14 +299,14 @@ def _attributes(tree: Any) -> Iterator[_Attribute]:
             yield from _attributes(child)
 
 
-def _slots(objects: list[Any]) -> list[_Value | _Attribute]:
+def _slots(objects: Sequence[Any]) -> list[_Value | _Attribute]:
     """The parts that a call may write to: variables, each once, and attributes with arrays of their own."""
     variables, has_more = _variable_nodes(objects)
     values = [_Value(variable) for variable in {id(variable): variable for variable in variables}.values()]
     return [*values, *(_attributes(objects) if has_more else ())]
 
 
-def _ties(objects: list[Any]) -> list[int]:
+def _ties(objects: Sequence[Any]) -> list[int]:
     """For each variable in the objects, the index where it is first."""
     firsts: dict[int, int] = {}
     return [firsts.setdefault(id(variable), index) for index, variable in enumerate(_variable_nodes(objects)[0])]
@@ -347,10 +347,10 @@ class ArgumentVariables:
     A bare `nnx.State` is a value rather than an object: what a call writes to its variables is lost on purpose.
     """
 
-    objects: list[Any]
+    objects: Sequence[Any]
     structure: Any
-    ties: list[int]
-    values: list[list[Any]]
+    ties: Sequence[int]
+    values: Sequence[list[Any]]
 
     @classmethod
     def of(cls, arguments: Any) -> Self:

@@ -43,13 +43,13 @@ _WARNINGS = ("large-replicated", "mesh-ignored")
 class Destination:
     """A flattened tree with the sharding that each of its arrays is to have."""
 
-    values: list[Any]
+    values: Sequence[Any]
     treedef: Any
-    shardings: list[Sharding | None]
+    shardings: Sequence[Sharding | None]
     """One for each leaf; `None` for leaves that are not arrays, and for those with a problem."""
-    problems: list[tuple[int, Finding]] = attrs.field(factory=list)
+    problems: Sequence[tuple[int, Finding]] = attrs.field(factory=list)
     """Findings about single arrays: pairs of a leaf index and a finding."""
-    shared: dict[int, int] = attrs.field(factory=dict)
+    shared: Mapping[int, int] = attrs.field(factory=dict)
     """Leaves of variables that occur twice: each leaf index with that of the first occurrence."""
 
     def arrays(self) -> tuple[list[Any], list[Sharding]]:

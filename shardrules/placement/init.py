@@ -1,7 +1,7 @@
 """`filter_init`: a model computed in its shards, so that no device ever holds more than its part of it."""
 
 import contextlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -116,11 +116,11 @@ def filter_init(make: Callable[..., Any], how: How, mesh: AnyMesh | None = None)
 class _Prepared:
     """All that follows from shapes: what to run, and where its results go."""
 
-    variables: list[Any]
-    consts: list[Any]
+    variables: Sequence[Any]
+    consts: Sequence[Any]
     destination: Destination
     work: Outline
-    runs: list[tuple[Callable[..., list[Any]], Sharding]]
+    runs: Sequence[tuple[Callable[..., list[Any]], Sharding]]
     """For each program, the compiled function, and how its inputs are placed: whole on each device of its results."""
 
 

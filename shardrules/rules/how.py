@@ -58,7 +58,7 @@ class Resolved:
     """The meaning of `how` for a tree: a plan for it, or one entry for each leaf."""
 
     plan: ShardingPlan | None
-    entries: list[Any]
+    entries: Sequence[Any]
     """Empty where there is a plan. Entries of a wrong type are kept: the error that names them lists all arrays."""
     meshes: tuple[AnyMesh | None, ...]
     """The meshes that `how` and the caller name, those that count most first."""

@@ -94,9 +94,9 @@ class LocalBatch:
     """A flattened part of a batch."""
 
     tree: Any
-    values: list[Any]
+    values: Sequence[Any]
     treedef: Any
-    kinds: list[tuple[tuple[int, ...], Any] | None]
+    kinds: Sequence[tuple[tuple[int, ...], Any] | None]
     """Shape and dtype of each array, `None` for other leaves."""
 
     @staticmethod

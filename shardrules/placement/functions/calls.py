@@ -36,12 +36,12 @@ class FlatCall:
 
     fn: Any
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: Mapping[str, Any]
     treedef: Any
-    arrays: list[Any]
-    static: dict[int, Any]
+    arrays: Sequence[Any]
+    static: Mapping[int, Any]
     """The leaves that are not arrays, by leaf index."""
-    shared: dict[int, int]
+    shared: Mapping[int, int]
     """The leaves of variables that occur twice, as `shared_leaves` returns them."""
 
     def static_keys(self, owner: Any) -> tuple[Hashable, ...]:

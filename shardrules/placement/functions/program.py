@@ -34,7 +34,7 @@ class Meshes:
     outside: AnyMesh | None
     inside: AnyMesh | None
 
-    def all_inside(self, values: list[Any]) -> list[Any]:
+    def all_inside(self, values: Sequence[Any]) -> list[Any]:
         """Returns arrays that are on the mesh outside as the same arrays on the mesh inside; nothing is moved."""
         return _all_on_mesh(values, self.outside, self.inside)
 
@@ -50,7 +50,7 @@ class Program:
 
     run: Any
     """The jitted function, from the arrays of the call to those of the result."""
-    shardings: list[Sharding | None]
+    shardings: Sequence[Sharding | None]
     """Of the arrays of the call, on the mesh inside."""
     result: Result
     errors: CallbackErrors | None
@@ -146,10 +146,10 @@ def on_mesh(sharding: Any, old: AnyMesh | None, new: AnyMesh | None) -> Any:
     return NamedSharding(new, sharding.spec, memory_kind=sharding.memory_kind)
 
 
-def _all_on_mesh(values: list[Any], old: AnyMesh | None, new: AnyMesh | None) -> list[Any]:
+def _all_on_mesh(values: Sequence[Any], old: AnyMesh | None, new: AnyMesh | None) -> list[Any]:
     """Returns arrays on `old` as the same arrays on `new`; nothing is moved."""
     if old is new:
-        return values
+        return [*values]
     shardings = {
         index: (value.sharding, on_mesh(value.sharding, old, new))
         for index, value in enumerate(values)

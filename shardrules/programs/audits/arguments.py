@@ -20,7 +20,7 @@ from shardrules.programs.compiling.roles import BATCH, PARAMETERS, Role
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class AuditedArguments:
     """The arrays that a function takes, as it was compiled."""
 

@@ -58,7 +58,7 @@ class Query:
     program: TracedProgram
     machine: Machine
     limit_bytes: int
-    pinned: dict[int, PartitionSpec]
+    pinned: Mapping[int, PartitionSpec]
     """For indices of arrays of the arguments the specs that they have to have."""
     task: Task
     read_seconds: float

@@ -66,7 +66,7 @@ class Arguments:
     treedef: Any
     owners: tuple[int, ...]
     """For each array the index of its argument."""
-    shared: dict[int, int] = attrs.field(factory=dict)
+    shared: Mapping[int, int] = attrs.field(factory=dict)
     """The leaves of variables that occur twice, as `shared_leaves` returns them."""
 
     def with_shardings(self, shardings: Mapping[int, NamedSharding], mesh: AnyMesh) -> "Arguments":

@@ -36,7 +36,7 @@ def retarget(program: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Retargeter:
     """Rewrites anything inside a program to be on `mesh`. Objects that hold no other mesh are returned unchanged."""
 

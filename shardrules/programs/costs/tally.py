@@ -15,7 +15,7 @@ Key: TypeAlias = tuple[Purpose, str, str]
 
 
 @final
-@attrs.frozen
+@attrs.define
 class Tally:
     """Seconds by purpose and line."""
 

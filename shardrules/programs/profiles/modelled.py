@@ -53,7 +53,7 @@ class ModelledPart:
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class ModelledProgram:
     """The parts of a program by the names that traces have for them."""
 

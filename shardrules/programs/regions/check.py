@@ -144,7 +144,7 @@ class _Check:
     """A region and the operands that it is checked with."""
 
     function: RegionFunction
-    options: dict[str, Any]
+    options: Mapping[str, Any]
     operands: Sequence[Any]
     gradients: bool
     tolerance: float | None

@@ -24,7 +24,7 @@ from shardrules.programs.regions.declaration import Axes, Declaration, ShardAxes
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class ShardFunction:
     """A function of arrays that devices can run on shards, and returns a list of arrays."""
 

@@ -1,7 +1,7 @@
 """`region`: a function that runs on shards, with a declaration of how its dims go together. And `alternatives`."""
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, final
 
 import attrs
@@ -150,7 +150,7 @@ def alternatives(*regions: "RegionFunction") -> "RegionFunction":
 
 
 @final
-@attrs.frozen(eq=False, slots=False)
+@attrs.define(eq=False, slots=False)
 class RegionFunction:
     """A function that devices run on their shards; `shardrules.region` and `shardrules.alternatives` make one."""
 
@@ -193,7 +193,7 @@ class RegionFunction:
             self._pinned[axes] = attrs.evolve(self, axes=axes)
         return self._pinned[axes]
 
-    def on_shards(self, options: dict[str, Any]) -> ShardFunction:
+    def on_shards(self, options: Mapping[str, Any]) -> ShardFunction:
         """Returns the function with its static arguments, the same for the same options."""
         try:
             # 2 == 2.0 == True, and 0.0 == -0.0: what is printed tells them apart.
@@ -220,7 +220,7 @@ class RegionFunction:
             return " or ".join(region.name for region in self.regions)
         return name_of(self.fn)
 
-    def _run_with(self, options: dict[str, Any]) -> Callable[..., list[Any]]:
+    def _run_with(self, options: Mapping[str, Any]) -> Callable[..., list[Any]]:
         def run(exchange: Axes, *operands: Any) -> list[Any]:
             axes = {"axis_name": exchange or None} if self.declaration.exchange else {}
             results = self.fn(*operands, **options, **axes)

@@ -141,7 +141,7 @@ def _expanded(computation: Computation, instruction: Instruction) -> int:
 
 
 @final
-@attrs.frozen
+@attrs.define
 class _Expressions:
     """The expressions behind values. Equal keys are equal values; `None` is for those that may differ by round."""
 

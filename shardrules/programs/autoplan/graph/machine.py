@@ -77,7 +77,7 @@ class Machine:
     assumptions: Assumptions
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
-    rates: dict[str, Rates]
+    rates: Mapping[str, Rates]
 
     @classmethod
     def of(cls, mesh: AnyMesh, hardware: Hardware | None = None, assumptions: Assumptions | None = None) -> "Machine":

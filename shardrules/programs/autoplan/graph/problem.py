@@ -110,19 +110,19 @@ class Problem:
     program: TracedProgram
     machine: Machine
     fusion: FusedProgram
-    nodes: list[Node]
-    edges: list[Edge]
-    edge_groups: list[tuple[tuple[int, ...], int]]
+    nodes: Sequence[Node]
+    edges: Sequence[Edge]
+    edge_groups: Sequence[tuple[tuple[int, ...], int]]
     """Edges that bring the same array to the same region, and how often: to each layout it is brought only once."""
-    equal_homes: list[tuple[Home, Home]]
+    equal_homes: Sequence[tuple[Home, Home]]
     """Pairs of homes that have to give an array the same layout."""
-    homes: dict[int, Home]
+    homes: Mapping[int, Home]
     """For each array with layouts to choose from."""
-    operand_homes: dict[tuple[int, int], Home]
+    operand_homes: Mapping[tuple[int, int], Home]
     """The source of the layout in which an operation reads an operand."""
-    produced_homes: dict[tuple[int, int], Home]
+    produced_homes: Mapping[tuple[int, int], Home]
     """For results that change their layout right after the operation: what gives the layout before that."""
-    edge_indices: dict[tuple[int, int], int]
+    edge_indices: Mapping[tuple[int, int], int]
     """The edge along which an operand comes, at `(op_index, operand_index)`; a result of `produced_homes` moves along
     the one at `(op_index, -1 - result_index)`."""
     feedback: Mapping[int, int]

@@ -1,7 +1,7 @@
 """A problem as a linear program: variables for the layouts of nodes, and for the ways that arrays go along edges."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias, final
 
 import attrs
@@ -24,9 +24,9 @@ Entries: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]
 class MemoryConstraint:
     """A bound on what is in memory at one moment."""
 
-    layout_bytes: dict[int, np.ndarray]
+    layout_bytes: Mapping[int, np.ndarray]
     """For some nodes the bytes of each layout."""
-    copy_bytes: dict[int, np.ndarray]
+    copy_bytes: Mapping[int, np.ndarray]
     """For some edges the bytes of each layout that the array is brought to, unless it has that layout already."""
     constant_bytes: float
     limit_bytes: float

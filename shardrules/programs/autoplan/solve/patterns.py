@@ -8,7 +8,7 @@ weight has are rows. The rest is left to message passing, which is fast with so 
 
 import functools
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias, final
 
 import attrs
@@ -84,7 +84,7 @@ class Families:
     """The dims of nodes that go together, and their roles in the program."""
 
     problem: Problem
-    roots: dict[_Dim, _Dim]
+    roots: Mapping[_Dim, _Dim]
     batch: _Dim | None
     """The family that most FLOPs have; `None` in a program without matmuls."""
     weights: frozenset[_Dim]

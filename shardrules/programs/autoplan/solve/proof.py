@@ -227,7 +227,7 @@ def _leaving(program: TracedProgram, region: int, splits: _Splits) -> Iterator[B
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Sources:
     """The sources of arrays in a loop, which are elementwise functions of them: results of matmuls and the like, values
     that enter, values that go round."""

@@ -79,7 +79,7 @@ of it, the others a tenth to a third."""
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Task:
     """A program to plan on a machine, ready to be solved."""
 

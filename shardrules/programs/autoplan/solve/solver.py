@@ -213,7 +213,7 @@ class _Program:
     inequalities: csr_array
     limits: np.ndarray
     upper: np.ndarray
-    scales: list[float]
+    scales: Sequence[float]
     """The bytes that 1 means in each memory constraint."""
 
 

@@ -20,9 +20,9 @@ from shardrules.programs.autoplan.traced.program import Operation, TracedProgram
 class Clusters:
     """Arrays that are laid out alike. The first array of a cluster is its root."""
 
-    roots: dict[int, tuple[int, tuple[int | None, ...]]]
+    roots: Mapping[int, tuple[int, tuple[int | None, ...]]]
     """For each array the root of its cluster, and for each dim of the array the dim of the root."""
-    sizes: dict[int, tuple[int, ...]]
+    sizes: Mapping[int, tuple[int, ...]]
     """For each root the size of each of its dims that splits have to divide, for all arrays of the cluster."""
 
 

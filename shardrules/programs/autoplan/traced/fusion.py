@@ -299,7 +299,7 @@ def _kernels_of(program: TracedProgram, written: frozenset[int]) -> list[frozens
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Joined:
     """Kernels that are one: a union-find over the operations at which they end."""
 

@@ -1,6 +1,6 @@
 """Training plans by the compiler: the plans to compile, and the answer."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Self, final
 
 import attrs
@@ -131,7 +131,7 @@ class TrainingProof:
 
     problem: TrainingProblem
     compilations: Compilations[Outcome]
-    proved: dict[Outcome, ProvedPlan]
+    proved: Mapping[Outcome, ProvedPlan]
     """The plans that the compiler neither failed at nor refused for their size."""
 
     @classmethod

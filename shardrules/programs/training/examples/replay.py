@@ -91,7 +91,7 @@ class Position:
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Replay:
     """Runs bodies for one part of the batch."""
 

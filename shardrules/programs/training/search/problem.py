@@ -42,7 +42,7 @@ lacks, microbatches that would tear examples apart."""
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class TrainingProblem:
     """A step to plan on a cluster."""
 

@@ -250,7 +250,7 @@ class _Layers:
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Inputs:
     """The inputs of the loop, by key of the columns."""
 
