@@ -4,14 +4,16 @@ JAX computes them once, in front of a loop. Compilers then keep all of them in m
 the loop they are part of the kernel that reads them, and take nothing.
 """
 
+from collections.abc import Container, Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, Var
 
 from shardrules.programs.autoplan.traced.factors.table import is_elementwise
 from shardrules.programs.jaxprs.bodies import bodies_of, scan_of, with_bodies
 from shardrules.programs.jaxprs.calls import InlinedCall, is_scan
-from shardrules.programs.jaxprs.walk import open_jaxpr
+from shardrules.programs.jaxprs.rewrite import Writer
+from shardrules.programs.jaxprs.walk import open_jaxpr, reads
 
 _SPREADS = ("broadcast_in_dim", "reshape", "squeeze")
 """Primitives that are part of the kernel that reads them, besides elementwise ones."""
@@ -46,13 +48,15 @@ def with_masks_inside(jaxpr: Jaxpr) -> Jaxpr:
     assert "iota" in str(scan.params["jaxpr"])
     ```
     """
-    makers: dict[Any, Any] = {}
+    makers: list[Any] = []
+    constants: set[Any] = set()
     equations = []
     for equation in jaxpr.eqns:
-        if _is_made_from_nothing(equation, makers):
-            makers.update(dict.fromkeys(equation.outvars, equation))
+        if constants.issuperset(reads([equation])) and _is_cheap(equation):
+            makers.append(equation)
+            constants.update(equation.outvars)
         else:
-            equation = _with_body(_with_makers(equation, makers))
+            equation = _with_body(_with_makers(equation, makers, constants))
         equations.append(equation)
     is_same = all(new is old for new, old in zip(equations, jaxpr.eqns, strict=True))
     return jaxpr if is_same else jaxpr.replace(eqns=equations)
@@ -66,10 +70,6 @@ def _with_body(equation: Any) -> Any:
     return equation if is_same else with_bodies(equation, changed)
 
 
-def _is_made_from_nothing(equation: Any, makers: dict[Any, Any]) -> bool:
-    return all(isinstance(var, Literal) or var in makers for var in equation.invars) and _is_cheap(equation)
-
-
 def _is_cheap(equation: Any) -> bool:
     call = InlinedCall.of(equation)
     if call is not None:
@@ -77,7 +77,7 @@ def _is_cheap(equation: Any) -> bool:
     return equation.primitive.name in _CHEAP or equation.primitive.name in _SPREADS
 
 
-def _with_makers(scan: Any, makers: dict[Any, Any]) -> Any:
+def _with_makers(scan: Any, makers: Sequence[Any], constants: Container[Any]) -> Any:
     """The equation of a scan whose body begins with what makes the large arrays among its constants."""
     if not is_scan(scan):
         return scan
@@ -87,29 +87,26 @@ def _with_makers(scan: Any, makers: dict[Any, Any]) -> Any:
     inputs = list(body.invars)
     for index, (var, inner) in enumerate(zip(scan.invars[loop.consts], body.invars, strict=False)):
         is_large = var.aval.size * var.aval.dtype.itemsize >= _LEAST_BYTES
-        if is_large and var in makers and var not in inside and _is_read_in_passing(body, inner):
+        if is_large and var in constants and var not in inside and _is_read_in_passing(body, inner):
             inside[var] = inner
             inputs[index] = Var(inner.aval)
     if not inside:
         return scan
-    first: list[Any] = []
-    _make([*inside], makers, inside, first)
-    return with_bodies(scan, [body.replace(invars=inputs, eqns=[*first, *body.eqns])])
+    return with_bodies(scan, [body.replace(invars=inputs, eqns=[*_copies(makers, inside), *body.eqns])])
 
 
-def _make(variables: list[Any], makers: dict[Any, Any], inside: dict[Any, Any], equations: list[Any]) -> None:
-    """Appends copies of what makes variables, those that they are made from first."""
-    done = {var for equation in equations for var in equation.outvars}
-    for var in variables:
-        if isinstance(var, Literal) or inside.get(var) in done:
-            continue
-        maker = makers[var]
-        _make(maker.invars, makers, inside, equations)
-        operands = [each if isinstance(each, Literal) else inside[each] for each in maker.invars]
-        for result in maker.outvars:
-            inside.setdefault(result, Var(result.aval))
-        equations.append(maker.replace(invars=operands, outvars=[inside[each] for each in maker.outvars]))
-        done.update(equations[-1].outvars)
+def _copies(makers: Sequence[Any], inside: dict[Any, Any]) -> list[Any]:
+    """Copies of what makes some variables, which return their partners inside of a loop."""
+    needed, chain = set(inside), []
+    for maker in reversed(makers):
+        if not needed.isdisjoint(maker.outvars):
+            chain.append(maker)
+            needed.update(reads([maker]))
+    writer = Writer(inside)
+    for maker in reversed(chain):
+        results = [inside.setdefault(var, Var(var.aval)) for var in maker.outvars]
+        writer.add(maker.replace(invars=writer.read(maker.invars), outvars=results))
+    return writer.equations
 
 
 def _is_read_in_passing(jaxpr: Jaxpr, var: Any) -> bool:
