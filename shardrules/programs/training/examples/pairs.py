@@ -165,23 +165,15 @@ def _other_params(equation: Any, other: Any, counts: Counts) -> str:
     for key, value in equation.params.items():
         if (equation.primitive.name, key) in _TEXTS:
             continue
+        # The program of `jax.lax.reduce`, say, combines two elements, however many examples there are.
         has_bodies = equation.primitive.name in _PAIRED or (equation.primitive.name, key) == ("region", "program")
-        is_same = _alike(value, other.params[key], counts, key in _SIZES)
-        if not is_same or not (has_bodies or _has_same_programs(value, other.params[key])):
+        if not _alike(value, other.params[key], counts, key in _SIZES, has_bodies):
             return f"{key} of {_text(equation)} is {value} in the first and {other.params[key]} in the second"
     return ""
 
 
 _PAIRED = OPEN | {"custom_partitioning"}
 """Primitives whose programs are paired later, or that no part of a batch has."""
-
-
-def _has_same_programs(value: Any, other: Any) -> bool:
-    """The programs in a parameter compute the same: that of `jax.lax.reduce` combines two elements, of any batch."""
-    if isinstance(value, ClosedJaxpr | Jaxpr):
-        return equal_values(value, other)
-    items = zip(value, other, strict=True) if isinstance(value, tuple | list) else ()
-    return all(_has_same_programs(item, another) for item, another in items)
 
 
 def _is_same_region(equation: Any, other: Any) -> bool:
@@ -237,9 +229,9 @@ def _same_operand(var: Any, other: Any, partner: dict[Any, Any]) -> bool:
     return partner.get(var) is other
 
 
-def _alike(value: Any, other: Any, counts: Counts, is_size: bool) -> bool:
+def _alike(value: Any, other: Any, counts: Counts, is_size: bool, has_bodies: bool) -> bool:
     if isinstance(value, ClosedJaxpr | Jaxpr):
-        return isinstance(other, ClosedJaxpr | Jaxpr)
+        return isinstance(other, ClosedJaxpr | Jaxpr) and (has_bodies or equal_values(value, other))
     if isinstance(value, bool | int | str | float) or value is None:
         if value == other or (value != value and other != other):  # NaN differs from itself
             return True
@@ -248,7 +240,7 @@ def _alike(value: Any, other: Any, counts: Counts, is_size: bool) -> bool:
         return equal_values(value, other)
     if isinstance(value, tuple | list) and isinstance(other, tuple | list):
         return len(value) == len(other) and all(
-            _alike(first, second, counts, is_size) for first, second in zip(value, other, strict=True)
+            _alike(first, second, counts, is_size, has_bodies) for first, second in zip(value, other, strict=True)
         )
     # Functions of custom derivatives, structures of arguments, policies: equal Python code has made both.
     return type(value) is type(other)
