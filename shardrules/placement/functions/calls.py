@@ -25,7 +25,7 @@ from shardrules.core.boxes import (
 from shardrules.core.callables import name_of
 from shardrules.core.errors import ConfigTypeError, TreeError, printable
 from shardrules.core.tree import leaf_paths
-from shardrules.placement.cache import Cache, array_key, static_key
+from shardrules.placement.cache import Cache, static_key
 from shardrules.placement.source import ArraySource
 
 
@@ -47,10 +47,6 @@ class FlatCall:
     def static_keys(self, owner: Any) -> tuple[Hashable, ...]:
         """Returns the keys of the static leaves. The owner of the cache is in none, so that it can be freed."""
         return tuple((index, _key_without(owner, leaf)) for index, leaf in self.static.items())
-
-    def array_keys(self) -> tuple[Hashable, ...]:
-        """Returns the keys of the arrays."""
-        return tuple(map(array_key, self.arrays))
 
     def array_paths(self) -> Iterator[str]:
         """Yields a name for each array: `"argument 0, w"`."""

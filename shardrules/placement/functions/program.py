@@ -34,11 +34,11 @@ class Meshes:
     outside: AnyMesh | None
     inside: AnyMesh | None
 
-    def all_inside(self, values: Sequence[Any]) -> list[Any]:
+    def all_inside(self, values: Sequence[Any]) -> Sequence[Any]:
         """Returns arrays that are on the mesh outside as the same arrays on the mesh inside; nothing is moved."""
         return _all_on_mesh(values, self.outside, self.inside)
 
-    def all_outside(self, values: list[Any]) -> list[Any]:
+    def all_outside(self, values: Sequence[Any]) -> Sequence[Any]:
         """Returns arrays that are on the mesh inside as the same arrays on the mesh outside."""
         return _all_on_mesh(values, self.inside, self.outside)
 
@@ -146,10 +146,10 @@ def on_mesh(sharding: Any, old: AnyMesh | None, new: AnyMesh | None) -> Any:
     return NamedSharding(new, sharding.spec, memory_kind=sharding.memory_kind)
 
 
-def _all_on_mesh(values: Sequence[Any], old: AnyMesh | None, new: AnyMesh | None) -> list[Any]:
+def _all_on_mesh(values: Sequence[Any], old: AnyMesh | None, new: AnyMesh | None) -> Sequence[Any]:
     """Returns arrays on `old` as the same arrays on `new`; nothing is moved."""
     if old is new:
-        return [*values]
+        return values
     shardings = {
         index: (value.sharding, on_mesh(value.sharding, old, new))
         for index, value in enumerate(values)
