@@ -22,11 +22,11 @@ from shardrules.checkpoints.checksums import DAMAGED, KEY, MOST_TEXT_BYTES, Tens
 from shardrules.checkpoints.leaves import is_unicode
 from shardrules.checkpoints.names import StoredArray
 from shardrules.checkpoints.tensor_file import FileTensor
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import suggest
 from shardrules.core.finding import Finding
 from shardrules.core.storage.files import open_regular
 from shardrules.core.storage.records import read_json
+from shardrules.core.text import bytes_text
 
 DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,

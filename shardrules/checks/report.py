@@ -8,10 +8,10 @@ import attrs
 
 from shardrules.checks.placed import PlacedLeaf
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import printable
 from shardrules.core.finding import shape_text, template
 from shardrules.core.spec import axis_names
+from shardrules.core.text import bytes_text
 
 
 @final

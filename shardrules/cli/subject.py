@@ -16,11 +16,11 @@ from shardrules.cli.optimizers import optimizer_state
 from shardrules.cli.rules import LoadedRules, load_rules
 from shardrules.cli.terminal import working
 from shardrules.core.axes import mesh_text
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import PlanError, ShardRulesError, suggest
 from shardrules.core.fields import whole_number
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan, ShardingRule
+from shardrules.core.text import bytes_text
 from shardrules.mesh.shape import mesh_shape
 from shardrules.presets.huggingface.rule import with_head_dim
 

@@ -13,29 +13,12 @@ from shardrules.core.finding import UNKNOWN_AXIS_REMEDY, Finding, shape_text
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, RuleCall
 from shardrules.core.spec import UNCONSTRAINED, Entry, divisible_prefix, entries, make_spec, spec_repr
+from shardrules.core.text import bytes_text
 from shardrules.core.tree import Survey
 
 LARGE_BYTES = 16 * 2**20
 """From this size on, a leaf that no rule decided is a warning. Half as much warns about tables of a few thousand rows,
 too; four times as much misses the 4096 x 4096 matrices of a 7B model in bfloat16."""
-
-
-def bytes_text(count: float) -> str:
-    """Returns a number of bytes for people to read; below 1 KiB the exact number.
-
-    ```python
-    from shardrules.core.check import bytes_text
-
-    assert bytes_text(3 * 2**19) == "1.5 MiB"
-    ```
-    """
-    # The page of `shardrules report` does the same in its script.
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        # What would be written as 1024 gets the next unit.
-        if abs(count) < (1023.5 if unit == "B" else 1023.95):
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1024
-    return f"{count:,.1f} TiB"
 
 
 def check_spec(

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import attrs
 
 from shardrules.core.axes import mesh_sizes
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import printable
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.spec import spec_repr
+from shardrules.core.text import bytes_text
 from shardrules.core.views.blocks import Blocks
 from shardrules.drawing.blocks import blocks_picture
 from shardrules.drawing.picture import Picture

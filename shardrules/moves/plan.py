@@ -7,10 +7,10 @@ import attrs
 from jax.sharding import NamedSharding, Sharding
 
 from shardrules.core.axes import mesh_text
-from shardrules.core.check import bytes_text
 from shardrules.core.finding import common_path, shape_text, template
 from shardrules.core.spec import array_bytes, packs_on, spec_repr
 from shardrules.core.storage.records import Format
+from shardrules.core.text import bytes_text
 from shardrules.core.views.blocks import ranges
 from shardrules.core.views.table import MOST_ROWS, aligned
 from shardrules.moves.assemble import moves_in_memory

@@ -7,13 +7,13 @@ from typing import Any, final
 import attrs
 
 from shardrules.core.axes import mesh_sizes
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import NoMeshError, PlanError
 from shardrules.core.finding import Finding
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.source import short_line
 from shardrules.core.spec import spec_repr
 from shardrules.core.storage.codec import finding_to_json
+from shardrules.core.text import bytes_text
 from shardrules.core.views.blocks import Blocks, blocks_of, split_dims
 from shardrules.core.views.table import Row
 from shardrules.drawing.blocks import blocks_picture

@@ -3,10 +3,10 @@
 import html
 from collections.abc import Iterator, Sequence
 
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import NoMeshError, PlanError, printable
 from shardrules.core.finding import shape_text
 from shardrules.core.rule import ShardingPlan
+from shardrules.core.text import bytes_text
 from shardrules.core.views.diff import ChangeGroup, PlanDiff
 from shardrules.drawing.blocks import blocks_picture
 from shardrules.page.frame import framed

@@ -9,7 +9,6 @@ import attrs
 from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import AnyMesh, Axis, as_mesh, axis_tuple, mesh_key, mesh_repr
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import PlanError
 from shardrules.core.fields import byte_count, one_of
 from shardrules.core.finding import Finding
@@ -17,6 +16,7 @@ from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, Verdict
 from shardrules.core.rule import LeavesShardingRule, from_fields
 from shardrules.core.spec import Entries, axis_names, make_spec, pad
+from shardrules.core.text import bytes_text
 from shardrules.rules.auto import as_axes
 from shardrules.rules.budget import LeafGroup, Option, choose, smallest_budget
 

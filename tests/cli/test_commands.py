@@ -19,8 +19,8 @@ import shardrules as sr
 from benchmarks.headers import MIXTURE_RULES, experts, write_headers
 from shardrules.cli.registry import COMMANDS, load_command
 from shardrules.cli.terminal import failing
-from shardrules.core.check import bytes_text
 from shardrules.core.spec import spec_repr
+from shardrules.core.text import bytes_text
 from shardrules.rules.files.rules_file import Limits
 from tests.cli.command import EXAMPLES, GPT, GPT_RULES, NO_BACKEND, shardrules
 from tests.house.source import REPOSITORY

@@ -17,8 +17,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.check import bytes_text, check_spec
+from shardrules.core.check import check_spec
 from shardrules.core.finding import listing, merged, template
+from shardrules.core.text import bytes_text
 
 MESH = sr.mesh_shape("data:4,model:2")
 

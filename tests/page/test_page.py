@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.check import bytes_text
+from shardrules.core.text import bytes_text
 from shardrules.programs.audits.text import count_text
 from tests.cli.command import EXAMPLES, GPT, GPT_RULES, shardrules
 from tests.house.source import REPOSITORY

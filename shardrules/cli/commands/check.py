@@ -11,12 +11,12 @@ from shardrules.cli.files import read_text, write
 from shardrules.cli.models import read_plan
 from shardrules.cli.subject import Subject, add_subject, load_subject, read_rules
 from shardrules.cli.terminal import STYLES, add_level, failing, finding_line, show
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import PlanError
 from shardrules.core.finding import Finding, merged
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.storage.codec import finding_to_json
 from shardrules.core.storage.records import Format, read_json
+from shardrules.core.text import bytes_text
 from shardrules.rules.files.rules_file import Limits
 
 _FORMAT = Format("shardrules_check", 1)

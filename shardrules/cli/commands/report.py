@@ -11,8 +11,8 @@ from shardrules.cli.models import kind_of, read_json
 from shardrules.cli.subject import add_subject, load_subject, read_rules
 from shardrules.cli.terminal import complain, show, working
 from shardrules.core.axes import mesh_text
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import ReportError
+from shardrules.core.text import bytes_text
 from shardrules.page.page import report_page
 from shardrules.programs.audits.report import AuditReport
 from shardrules.programs.autoplan.answer.report import AutoPlanReport

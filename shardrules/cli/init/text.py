@@ -9,11 +9,11 @@ from jax.sharding import PartitionSpec
 from shardrules.cli.init.guess import Guess, Guesser
 from shardrules.cli.init.patterns import Pattern, patterns
 from shardrules.core.axes import mesh_sizes, mesh_text
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import printable
 from shardrules.core.leaf import Leaf
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.spec import make_spec
+from shardrules.core.text import bytes_text
 
 
 @final

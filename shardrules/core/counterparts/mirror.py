@@ -20,10 +20,11 @@ from typing import TypeAlias
 import attrs
 from jax.sharding import PartitionSpec
 
-from shardrules.core.check import LARGE_BYTES, bytes_text
+from shardrules.core.check import LARGE_BYTES
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.spec import entries, make_spec, same
+from shardrules.core.text import bytes_text
 
 PlannedLeaf: TypeAlias = tuple[tuple[int, ...], PartitionSpec]
 """The shape of a planned leaf, and its spec."""

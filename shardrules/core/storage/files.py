@@ -8,8 +8,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import ConfigError, ConfigTypeError, shown, suggest
+from shardrules.core.text import bytes_text
 
 _MOST_BYTES = 2**29
 """512 MiB, chosen by hand: the plan of a model of a million kinds takes less, and a checkpoint named by mistake takes

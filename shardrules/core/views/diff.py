@@ -7,10 +7,10 @@ from typing import Any, final
 import attrs
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import printable
 from shardrules.core.finding import common_path, shape_text, template
 from shardrules.core.leaf import Decision, Leaf
+from shardrules.core.text import bytes_text
 from shardrules.core.views.table import MOST_ROWS
 
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import attrs
 
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import PatternError, ShardRulesError, TreeError, printable, suggest
 from shardrules.core.finding import UNDECIDED_CODES, shape_text
 from shardrules.core.leaf import Decision
 from shardrules.core.leaves import Leaves, RuleCall, Verdict
 from shardrules.core.patterns import compile_pattern
 from shardrules.core.spec import spec_repr
+from shardrules.core.text import bytes_text
 
 
 def find_kinds(path: str, kind_by_path: Mapping[str, int]) -> dict[int, str]:

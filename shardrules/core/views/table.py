@@ -8,11 +8,11 @@ from typing import Any, final
 import attrs
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, shown_mesh
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import MOST_LISTED, printable
 from shardrules.core.finding import Finding, common_path, listing, shape_text, template
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.spec import spec_repr
+from shardrules.core.text import bytes_text
 
 COLUMNS = ("path", "shape", "dtype", "spec", "bytes/device", "rule", "reason")
 """The columns of the table of a plan."""

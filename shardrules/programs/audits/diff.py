@@ -6,9 +6,9 @@ from typing import final
 
 import attrs
 
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import printable
 from shardrules.core.finding import Finding, common_path, listing, template
+from shardrules.core.text import bytes_text
 from shardrules.programs.audits.text import count_text
 from shardrules.programs.compiled.collectives import Collective
 from shardrules.programs.costs.step_time import seconds_text

@@ -14,7 +14,6 @@ from typing import Any, final
 
 import attrs
 
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import (
     ConfigError,
     ConfigTypeError,
@@ -31,6 +30,7 @@ from shardrules.core.rule import ShardingPlan
 from shardrules.core.source import short_line, user_line
 from shardrules.core.spec import spec_repr
 from shardrules.core.storage.files import write_text
+from shardrules.core.text import bytes_text
 from shardrules.mesh.shape import mesh_shape
 from shardrules.programs.audits.memory import usable_bytes
 from shardrules.programs.audits.report import AuditReport

@@ -17,10 +17,10 @@ import jax.tree_util as jtu
 from shardrules.checks.placed import mesh_for
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.callables import name_of
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, HardwareError, printable, suggest
 from shardrules.core.fields import integer, read_bytes
 from shardrules.core.spec import UNCONSTRAINED, entries
+from shardrules.core.text import bytes_text
 from shardrules.core.tree import array_kind
 from shardrules.core.views.table import aligned
 from shardrules.mesh.axis_types import AxisTypes

@@ -6,8 +6,8 @@ from typing import final, get_args
 
 import attrs
 
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import ConfigError
+from shardrules.core.text import bytes_text
 from shardrules.programs.compiled.program import CompiledProgram
 from shardrules.programs.compiled.text import HOST_MEMORY
 from shardrules.programs.compiling.arguments import Argument

@@ -7,9 +7,9 @@ from typing import TypeVar, final
 
 import attrs
 
-from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding, Severity, common_path, template
 from shardrules.core.source import user_line
+from shardrules.core.text import bytes_text
 from shardrules.programs.audits.arguments import AuditedArguments
 from shardrules.programs.audits.function import TracedFunction
 from shardrules.programs.audits.timing import Timing

@@ -5,10 +5,10 @@ from typing import Any, Self, final
 
 import attrs
 
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import ReportError, printable
 from shardrules.core.finding import Finding, shape_text
 from shardrules.core.storage.records import Format, object_of, record
+from shardrules.core.text import bytes_text
 from shardrules.programs.audits.diff import AuditDiff, FigureChange, changed_arrays, changed_collectives
 from shardrules.programs.audits.memory import MemoryUse
 from shardrules.programs.audits.modules import ModuleCost

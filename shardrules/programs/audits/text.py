@@ -6,9 +6,9 @@ from typing import final
 
 import attrs
 
-from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding, common_path, template
 from shardrules.core.source import short_line, user_line
+from shardrules.core.text import bytes_text
 from shardrules.core.views.table import aligned
 from shardrules.programs.audits.modules import ModuleCost
 from shardrules.programs.compiled.collectives import Collective, array_text, totals_by_axes

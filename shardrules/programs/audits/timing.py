@@ -12,10 +12,10 @@ from shardrules.programs.compiled.flops import Matmul
 from shardrules.programs.compiled.flow import LOOP_ROLES
 from shardrules.programs.compiled.kernels import Kernel, find_kernels
 from shardrules.programs.compiled.program import CompiledProgram
-from shardrules.programs.costs.collective import collective_seconds
 from shardrules.programs.costs.kernels import kernel_seconds
 from shardrules.programs.costs.schedule import PlayedSchedule, play_schedule
 from shardrules.programs.costs.step_time import seconds_text
+from shardrules.programs.costs.tasks import collective_seconds
 from shardrules.programs.machine.hardware import Hardware
 
 _WARNING_SHARE = 0.01

@@ -20,7 +20,6 @@ from shardrules.core.spec import spec_repr
 from shardrules.core.tree import array_kind
 from shardrules.programs.autoplan.answer.findings import does_not_fit_text
 from shardrules.programs.autoplan.answer.plan import AutoPlan
-from shardrules.programs.autoplan.answer.prove import device_mesh
 from shardrules.programs.autoplan.graph.machine import Assumptions, Machine
 from shardrules.programs.autoplan.run.call import Call, read_call
 from shardrules.programs.autoplan.solve.deadline import Deadline
@@ -29,7 +28,8 @@ from shardrules.programs.autoplan.solve.proof import memory_bound
 from shardrules.programs.autoplan.solve.search import SearchResult, Task
 from shardrules.programs.autoplan.traced.program import TracedProgram, read_jaxpr
 from shardrules.programs.compiling.arguments import argument_names
-from shardrules.programs.machine.hardware import Hardware
+from shardrules.programs.machine.hardware import Hardware, sheets
+from shardrules.programs.machine.targets import Target
 
 
 @final
@@ -212,3 +212,20 @@ def pinned_specs(
             f"{argument_names(fn, len(args))[0]!r} or {plan.paths[0]!r}. Write patterns for these, or leave pins out"
         )
     return pinned
+
+
+def device_mesh(mesh: AnyMesh, hardware: Hardware) -> Mesh:
+    """Returns a mesh to compile for: the mesh itself, or one like it of devices that need not be present."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    name = next((name for name, sheet in sheets().items() if sheet.name == hardware.name), "")
+    platform, _, chip = name.partition(":")
+    if platform == "cuda":
+        return Target("cuda", chip, (mesh.size,)).mesh(mesh)
+    if platform == "cpu":
+        return Target("cpu", shape=(mesh.size,)).mesh(mesh)
+    cause = f"{chip} slices have several shapes" if platform == "tpu" else f"{hardware.name!r} is not a ready sheet"
+    raise ConfigError(
+        f"autoplan(prove=True) compiles, and the mesh {mesh_text(mesh)} has no devices to compile for: {cause}. Pass "
+        'a mesh of a target, such as mesh=sr.Target.parse("tpu:v5e:4x4").mesh(mesh)'
+    )

@@ -11,7 +11,6 @@ from typing import TypeAlias, final
 
 import attrs
 
-from shardrules.programs.compiled.collectives import Collective
 from shardrules.programs.costs.memory import traffic_seconds
 from shardrules.programs.machine.hardware import Hardware, fraction
 from shardrules.programs.machine.measured import CollectiveTimes
@@ -77,39 +76,6 @@ class CollectiveCost:
     def seconds(self) -> float:
         """The time that it takes alone, from its start to its end."""
         return max(self.link_seconds, self.network_seconds) + self.latency_seconds
-
-
-def collective_seconds(collective: Collective, hardware: Hardware) -> float:
-    """The time of all runs of a compiled collective in one call of the program. A single device takes no time.
-
-    ```python
-    from shardrules.programs.costs.collective import collective_seconds
-    from shardrules.programs.compiled.collectives import Collective
-    from shardrules.programs.compiled.flow import Times
-
-    h100 = sr.Hardware.named("cuda:h100")
-    wire = 7 * 2**27
-    inside = Collective("all-gather", ("data",), ("data",), 8, (), 2**30, wire, Times(3), "main", "all-gather.1")
-    assert 3 * wire / 450e9 < collective_seconds(inside, h100) < 3 * wire / 300e9
-    ```
-    """
-    return compiled_cost(collective, hardware).seconds * collective.times.count
-
-
-def group_of(collective: Collective) -> Group:
-    """The devices that a compiled collective joins."""
-    host_count = collective.host_count
-    # Without a target, hosts are known only of collectives between slices.
-    if collective.between_slices and host_count == 1:
-        host_count = collective.group_size
-    return Group(
-        collective.group_size, host_count, collective.torus_dims, collective.open_dims, collective.chip_devices
-    )
-
-
-def compiled_cost(collective: Collective, hardware: Hardware) -> CollectiveCost:
-    """The cost of each run of a compiled collective."""
-    return collective_cost(collective.kind, collective.wire_bytes, group_of(collective), hardware)
 
 
 def collective_cost(kind: str, wire_bytes: float, group: Group, hardware: Hardware) -> CollectiveCost:

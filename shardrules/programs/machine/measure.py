@@ -16,10 +16,10 @@ from typing import Any, final
 import attrs
 import jax
 
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import HardwareError
 from shardrules.core.jax_state import process_count, process_id
 from shardrules.core.storage.records import record
+from shardrules.core.text import bytes_text
 from shardrules.mesh.processes import exchange
 from shardrules.programs.machine import microbenchmarks
 from shardrules.programs.machine.microbenchmarks import Overhead

@@ -15,9 +15,8 @@ from shardrules.programs.compiled.kernels import COPY_STARTS, Kernel, control_co
 from shardrules.programs.compiled.program import CompiledProgram
 from shardrules.programs.compiled.text import LOOP, ArrayType, Computation, Instruction, read_types
 from shardrules.programs.costs.attention import is_attention
-from shardrules.programs.costs.collective import collective_seconds
 from shardrules.programs.costs.kernels import kernel_seconds
-from shardrules.programs.costs.tasks import copy_task, host_copy
+from shardrules.programs.costs.tasks import collective_seconds, copy_task, host_copy
 from shardrules.programs.machine.hardware import Hardware
 
 PartKind: TypeAlias = Literal["kernel", "collective", "copy", "control"]

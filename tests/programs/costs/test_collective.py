@@ -17,9 +17,8 @@ from shardrules.programs.costs.collective import (
     CollectiveCost,
     Group,
     collective_cost,
-    collective_seconds,
-    compiled_cost,
 )
+from shardrules.programs.costs.tasks import collective_seconds, compiled_cost
 from shardrules.programs.machine.hardware import Hardware
 from shardrules.programs.machine.measured import KINDS
 from shardrules.programs.machine.targets import Target

@@ -10,9 +10,9 @@ from shardrules.programs.compiled.collectives import find_collectives
 from shardrules.programs.compiled.flops import find_matmuls
 from shardrules.programs.compiled.kernels import find_kernels
 from shardrules.programs.compiled.program import CompiledProgram, read_program
-from shardrules.programs.costs.collective import collective_seconds
 from shardrules.programs.costs.kernels import kernel_seconds
 from shardrules.programs.costs.schedule import PlayedSchedule, play_schedule
+from shardrules.programs.costs.tasks import collective_seconds
 from shardrules.programs.machine.hardware import Hardware
 from shardrules.programs.machine.targets import Target
 from tests.programs.costs.handmade import STATE, body, done, kernel, loop, play, start

@@ -7,8 +7,8 @@ from shardrules.programs.compiled.collectives import find_collectives
 from shardrules.programs.compiled.flops import find_matmuls
 from shardrules.programs.compiled.kernels import find_kernels
 from shardrules.programs.compiled.program import read_program
-from shardrules.programs.costs.collective import collective_seconds
 from shardrules.programs.costs.kernels import kernel_seconds
+from shardrules.programs.costs.tasks import collective_seconds
 from shardrules.programs.profiles.modelled import model_program
 from tests.programs.profiles.planes import PROGRAM, TEXTS
 

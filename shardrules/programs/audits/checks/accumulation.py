@@ -17,8 +17,8 @@ from typing import TypeAlias, final
 
 import attrs
 
-from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
+from shardrules.core.text import bytes_text
 from shardrules.programs.audits.movement import MovedArrays, Movement, grouped, place_of, share_of
 from shardrules.programs.compiled.collectives import Collective
 from shardrules.programs.compiled.flow import Value

@@ -10,9 +10,9 @@ from typing import final
 
 import attrs
 
-from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
 from shardrules.core.source import user_line
+from shardrules.core.text import bytes_text
 from shardrules.programs.audits.movement import MovedArrays, Movement, grouped, place_of, share_of
 from shardrules.programs.compiled.collectives import Collective
 from shardrules.programs.compiled.flow import Value

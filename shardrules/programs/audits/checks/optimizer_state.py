@@ -12,10 +12,10 @@ from typing import TypeAlias, final
 import attrs
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding, common_path
 from shardrules.core.source import user_line
 from shardrules.core.spec import axis_names, shard_bytes, spec_repr
+from shardrules.core.text import bytes_text
 from shardrules.programs.audits.arguments import AuditedArguments
 from shardrules.programs.audits.movement import names_text
 from shardrules.programs.audits.timing import Timing

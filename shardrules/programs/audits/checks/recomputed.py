@@ -8,9 +8,9 @@ from collections.abc import Container, Iterator, Sequence
 
 import attrs
 
-from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
 from shardrules.core.source import equation_line
+from shardrules.core.text import bytes_text
 from shardrules.programs.audits.arguments import AuditedArguments
 from shardrules.programs.audits.function import TracedFunction
 from shardrules.programs.audits.movement import MovedArrays, Movement

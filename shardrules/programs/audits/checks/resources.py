@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
 from shardrules.core.source import user_line
+from shardrules.core.text import bytes_text
 from shardrules.core.tree import array_kind
 from shardrules.programs.audits.arguments import AuditedArguments
 from shardrules.programs.audits.function import TracedFunction

@@ -5,8 +5,8 @@ Compilers combine neighbors, but not what depends on something in between, and e
 
 from collections.abc import Iterator
 
-from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
+from shardrules.core.text import bytes_text
 from shardrules.programs.audits.movement import MovedArrays, Movement
 from shardrules.programs.audits.timing import Timing
 from shardrules.programs.compiled.collectives import Collective

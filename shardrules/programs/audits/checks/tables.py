@@ -10,9 +10,9 @@ from typing import TypeAlias, final
 import attrs
 import jax.numpy as jnp
 
-from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
 from shardrules.core.source import user_line
+from shardrules.core.text import bytes_text
 from shardrules.programs.audits.arguments import AuditedArguments
 from shardrules.programs.audits.function import TracedFunction
 from shardrules.programs.audits.movement import names_text

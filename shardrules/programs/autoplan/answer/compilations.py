@@ -11,9 +11,9 @@ from typing import Any, Generic, TypeVar, final
 
 import attrs
 
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import DoesNotFitError, ShardRulesError
 from shardrules.core.finding import Finding
+from shardrules.core.text import bytes_text
 from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 
 LONGER = 1.25

@@ -4,7 +4,7 @@ from typing import final
 
 import attrs
 
-from shardrules.core.check import bytes_text
+from shardrules.core.text import bytes_text
 from shardrules.core.views.diff import PlanDiff
 
 

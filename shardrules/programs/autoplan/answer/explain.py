@@ -6,10 +6,10 @@ from typing import TypeAlias, final
 import attrs
 from jax.sharding import PartitionSpec
 
-from shardrules.core.check import bytes_text
 from shardrules.core.finding import template
 from shardrules.core.source import equation_line, short_line
 from shardrules.core.spec import spec_repr
+from shardrules.core.text import bytes_text
 from shardrules.programs.autoplan.graph.layouts import spec_of
 from shardrules.programs.autoplan.graph.machine import COLLECTIVE_KINDS
 from shardrules.programs.autoplan.graph.problem import Problem

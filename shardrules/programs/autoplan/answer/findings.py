@@ -8,9 +8,9 @@ import attrs
 from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import AnyMesh, mesh_text
-from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding, Severity
 from shardrules.core.spec import spec_repr
+from shardrules.core.text import bytes_text
 from shardrules.programs.autoplan.answer.whole import whole_findings
 from shardrules.programs.autoplan.graph.machine import has_sheet
 from shardrules.programs.autoplan.run.call import Call

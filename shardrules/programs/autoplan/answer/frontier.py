@@ -3,20 +3,11 @@
 from typing import final
 
 import attrs
-import numpy as np
 
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import printable
+from shardrules.core.text import bytes_text
 from shardrules.core.views.table import aligned
 from shardrules.drawing.picture import Line, Picture, Words, label_width
-from shardrules.programs.autoplan.solve.deadline import Deadline
-from shardrules.programs.autoplan.solve.limits import search_within
-from shardrules.programs.autoplan.solve.search import SearchResult, Task
-from shardrules.programs.autoplan.solve.trials import Trial, Trials
-
-_STEP = 1.01
-"""The factor between the least memory met, which is a little below what fits, and the first budget, and at least
-between two budgets; chosen by hand."""
 
 
 @final
@@ -99,41 +90,6 @@ class Frontier:
 
     def _repr_html_(self) -> str:
         return self.to_svg()
-
-
-def frontier_points(task: Task, count: int, deadline: Deadline) -> tuple[FrontierPoint, ...]:
-    """Returns the best choice for each of `count` budgets.
-
-    Searches end by themselves, so that points depend on the time only once it is up. From then on, they are the best of
-    what was met.
-    """
-    met, patterns = Trials(task.occupancy, np.inf), dict[Trial, None]()
-
-    def search(limit_bytes: float) -> SearchResult:
-        result = search_within(task, limit_bytes, deadline, tuple(dict.fromkeys((*met.front(), *patterns))))
-        patterns.update(dict.fromkeys(result.patterns))
-        for trial in (*result.candidates, *result.patterns):
-            met.add(trial.choice, trial.origin)
-        return result
-
-    # The ends of the frontier: what the fastest plan takes, and the least that anything does.
-    fastest, smallest = search(np.inf), search(0.0)
-    first = max(1.0, smallest.peak_bytes * _STEP)
-    last = max(fastest.peak_bytes, first * _STEP)
-    points: list[FrontierPoint] = []
-    best = task.problem.cost(smallest.choice), smallest.peak_bytes
-    # Geometric steps: near the least memory, where plans change most, budgets are close together.
-    for limit in np.geomspace(first, last, count):
-        result = None if deadline.is_over or limit == last else search(float(limit))
-        trials = met.within(limit)
-        # What fits in less fits in more, and may be the better of them.
-        if trials.best is not None:
-            best = min(best, (trials.best.cost, trials.best.peak_bytes))
-        if result is not None and result.fits:
-            best = min(best, (task.problem.cost(result.choice), result.peak_bytes))
-        price = trials.saving if result is None else result.price
-        points.append(FrontierPoint(int(limit), best[0], int(best[1]), price))
-    return tuple(points)
 
 
 def _fraction(value: float, among: list[int] | list[float]) -> float:

@@ -9,9 +9,9 @@ import attrs
 import numpy as np
 
 from shardrules.core.axes import mesh_sizes
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import PlanError
 from shardrules.core.rule import ShardingPlan
+from shardrules.core.text import bytes_text
 from shardrules.core.views.blocks import Blocks, blocks_of
 from shardrules.programs.autoplan.graph.layouts import WHOLE, moves
 from shardrules.programs.autoplan.graph.machine import COLLECTIVE_KINDS, Machine

@@ -10,11 +10,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import AnyMesh, mesh_text
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import TreeError, printable, suggest
 from shardrules.core.finding import Finding, listing, template
 from shardrules.core.rule import ShardingPlan, SpecTreeShardingRule
 from shardrules.core.spec import spec_repr
+from shardrules.core.text import bytes_text
 from shardrules.core.tree import array_kind
 from shardrules.core.views.diff import Placements, PlanDiff
 from shardrules.core.views.table import MOST_ROWS, aligned
@@ -30,7 +30,7 @@ from shardrules.programs.autoplan.answer.explain import (
     region_uses,
     split_dims,
 )
-from shardrules.programs.autoplan.answer.frontier import Frontier, frontier_points
+from shardrules.programs.autoplan.answer.frontier import Frontier, FrontierPoint
 from shardrules.programs.autoplan.answer.host_traffic import HostTraffic
 from shardrules.programs.autoplan.answer.whole import first_line
 from shardrules.programs.autoplan.graph.layouts import spec_of
@@ -39,7 +39,7 @@ from shardrules.programs.autoplan.graph.problem import ChosenMove
 from shardrules.programs.autoplan.run.call import Call
 from shardrules.programs.autoplan.run.replay import PlannedFunction
 from shardrules.programs.autoplan.solve.deadline import Deadline
-from shardrules.programs.autoplan.solve.limits import search_within
+from shardrules.programs.autoplan.solve.limits import frontier_points, search_within
 from shardrules.programs.autoplan.solve.search import SearchResult, Task
 from shardrules.programs.autoplan.solve.solver import LIMIT_TOLERANCE
 from shardrules.programs.compiling.arguments import donated_arguments
@@ -351,7 +351,7 @@ class AutoPlan:
         the time limit of the plan: once it is up, the other budgets get the best of the plans met before.
         """
         points = frontier_points(self.task, count, Deadline.after(self.time_limit))
-        return Frontier(self.call.name, mesh_text(self.mesh), points)
+        return Frontier(self.call.name, mesh_text(self.mesh), tuple(FrontierPoint(*point) for point in points))
 
     def diff(self, other: "AutoPlan") -> AutoPlanDiff:
         """Returns what differs in another plan of the same function, from this one to the other."""

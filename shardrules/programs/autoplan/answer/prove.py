@@ -16,10 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from shardrules.core.axes import AnyMesh, mesh_text
-from shardrules.core.check import bytes_text
-from shardrules.core.errors import ConfigError
 from shardrules.core.finding import Finding
+from shardrules.core.text import bytes_text
 from shardrules.programs.autoplan.answer.compilations import LONGER, Compilations
 from shardrules.programs.autoplan.answer.plan import AutoPlan, CompiledPlan
 from shardrules.programs.autoplan.solve.deadline import Deadline
@@ -27,8 +25,6 @@ from shardrules.programs.autoplan.solve.limits import search_within
 from shardrules.programs.autoplan.solve.search import SearchResult, Task
 from shardrules.programs.autoplan.solve.solver import CLOSE
 from shardrules.programs.compiling.compile import compiled_memory
-from shardrules.programs.machine.hardware import Hardware, sheets
-from shardrules.programs.machine.targets import Target
 
 _ROOM, _LAST_ROOM = 0.1, 0.2
 """The part of the limit that plans leave free, by the corrected model, to be compiled where nothing fits so far: for
@@ -42,23 +38,6 @@ fit; chosen by hand."""
 _LEAST_FACTOR, _MOST_FACTOR = 0.2, 5.0
 """The range of factors of a function, chosen by hand: beyond, it is not intermediate results that the model is off by,
 and the search would look for plans that do not exist."""
-
-
-def device_mesh(mesh: AnyMesh, hardware: Hardware) -> Mesh:
-    """Returns a mesh to compile for: the mesh itself, or one like it of devices that need not be present."""
-    if isinstance(mesh, Mesh):
-        return mesh
-    name = next((name for name, sheet in sheets().items() if sheet.name == hardware.name), "")
-    platform, _, chip = name.partition(":")
-    if platform == "cuda":
-        return Target("cuda", chip, (mesh.size,)).mesh(mesh)
-    if platform == "cpu":
-        return Target("cpu", shape=(mesh.size,)).mesh(mesh)
-    cause = f"{chip} slices have several shapes" if platform == "tpu" else f"{hardware.name!r} is not a ready sheet"
-    raise ConfigError(
-        f"autoplan(prove=True) compiles, and the mesh {mesh_text(mesh)} has no devices to compile for: {cause}. Pass "
-        'a mesh of a target, such as mesh=sr.Target.parse("tpu:v5e:4x4").mesh(mesh)'
-    )
 
 
 def prove_plan(plan: AutoPlan, fn: Callable[..., Any], mesh: Mesh, deadline: Deadline) -> AutoPlan:

@@ -5,8 +5,8 @@ from typing import final
 
 import attrs
 
-from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding
+from shardrules.core.text import bytes_text
 from shardrules.programs.autoplan.graph.compute_cost import ComputeCosts
 from shardrules.programs.autoplan.graph.problem import Problem
 from shardrules.programs.autoplan.traced.program import Operation

@@ -11,17 +11,17 @@ one operation, and `(op_index, result_index)` one of its results.
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import Protocol, final
 
 import attrs
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from shardrules.programs.autoplan.graph.home import Home, project
 from shardrules.programs.autoplan.graph.layouts import WHOLE, Moves
 from shardrules.programs.autoplan.graph.machine import COLLECTIVE_KINDS, Machine
-from shardrules.programs.autoplan.graph.region_cost import RegionCosts, RegionPrice
 from shardrules.programs.autoplan.traced.fusion import FusedProgram
-from shardrules.programs.autoplan.traced.program import TracedProgram
+from shardrules.programs.autoplan.traced.program import Operation, TracedProgram
 
 _NOTHING = np.zeros((1, 1))
 """A table of no seconds, for any number of layouts."""
@@ -104,6 +104,42 @@ class ChosenMove:
 
 @final
 @attrs.frozen(eq=False)
+class RegionPrice:
+    """The price of one call of a region on a device."""
+
+    alternative: int
+    """The index of the alternative with this price."""
+    name: str
+    compute_seconds: float
+    exchange_seconds: float
+    program: ClosedJaxpr
+    """The program that the device runs."""
+    sent: tuple[float, ...]
+    """The bytes that a device sends, by kind of collective (`COLLECTIVE_KINDS`)."""
+
+    @property
+    def seconds(self) -> float:
+        """All of it, if nothing overlaps."""
+        return self.compute_seconds + self.exchange_seconds
+
+
+class RegionPrices(Protocol):
+    """The prices of regions on a machine."""
+
+    device: Machine
+    """A device of the machine by itself."""
+
+    def price(self, operation: Operation, layout: Sequence[int], alternative: int) -> RegionPrice:
+        """Returns the price of an alternative of a region in a layout of its node."""
+        ...
+
+    def prices(self, operation: Operation, layout: Sequence[int]) -> Sequence[RegionPrice]:
+        """Returns the prices of all alternatives that are possible in a layout."""
+        ...
+
+
+@final
+@attrs.frozen(eq=False)
 class Problem:
     """Everything that is chosen, and what each choice costs. A choice is the index of a layout for each node."""
 
@@ -131,7 +167,7 @@ class Problem:
     """Constraints in the function that no layout of this mesh satisfies."""
     region_nodes: Mapping[int, int]
     """For each call of a `shardrules.region` the node of its splits."""
-    region_costs: RegionCosts
+    region_costs: RegionPrices
 
     def layout(self, home: Home, choice: Sequence[int]) -> tuple[int, ...]:
         """The layout of an array."""

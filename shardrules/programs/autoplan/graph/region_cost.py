@@ -1,6 +1,5 @@
 """The time of a region in each layout: the program of one device, with its exchanges by hand."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -13,6 +12,7 @@ from shardrules.mesh.shape import mesh_shape
 from shardrules.programs.autoplan.graph.compute_cost import ComputeCosts
 from shardrules.programs.autoplan.graph.layouts import dim_shard_count
 from shardrules.programs.autoplan.graph.machine import COLLECTIVE_KINDS, Machine
+from shardrules.programs.autoplan.graph.problem import RegionPrice
 from shardrules.programs.autoplan.traced.fusion import FusedProgram
 from shardrules.programs.autoplan.traced.program import Operation, TracedProgram, read_jaxpr
 from shardrules.programs.costs.matmul import flops_seconds
@@ -20,27 +20,6 @@ from shardrules.programs.costs.memory import traffic_seconds
 from shardrules.programs.regions.declaration import ShardAxes
 from shardrules.programs.regions.exchanges import exchanges_of
 from shardrules.programs.regions.function import ShardFunction, kernel_flops
-
-
-@final
-@attrs.frozen(eq=False)
-class RegionPrice:
-    """The price of one call of a region on a device."""
-
-    alternative: int
-    """The index of the alternative with this price."""
-    name: str
-    compute_seconds: float
-    exchange_seconds: float
-    program: ClosedJaxpr
-    """The program that the device runs."""
-    sent: tuple[float, ...]
-    """The bytes that a device sends, by kind of collective (`COLLECTIVE_KINDS`)."""
-
-    @property
-    def seconds(self) -> float:
-        """All of it, if nothing overlaps."""
-        return self.compute_seconds + self.exchange_seconds
 
 
 def shard_axes(operation: Operation, layout: Sequence[int], machine: Machine) -> ShardAxes:
@@ -59,12 +38,18 @@ def shard_axes(operation: Operation, layout: Sequence[int], machine: Machine) ->
     return ShardAxes(letters, exchange, machine.axes)
 
 
+def _one_device(costs: "RegionCosts") -> Machine:
+    return Machine.of(mesh_shape("data:1"), costs.machine.hardware, costs.machine.assumptions)
+
+
 @final
 @attrs.define(eq=False)
 class RegionCosts:
     """The prices of regions on a machine. Equal calls are priced once."""
 
     machine: Machine
+    device: Machine = attrs.field(init=False, default=attrs.Factory(_one_device, takes_self=True))
+    """A device of the machine by itself."""
     _prices: dict[Any, RegionPrice] = attrs.field(factory=dict, init=False)
 
     def rows(self, operation: Operation, layouts: np.ndarray) -> tuple[list[int], list[int]]:
@@ -158,11 +143,6 @@ class RegionCosts:
             else:
                 seconds[operation.region] += costs.seconds_of_one(op_index)
         return _longest(traced, seconds)
-
-    @functools.cached_property
-    def device(self) -> Machine:
-        """A device of the machine by itself."""
-        return Machine.of(mesh_shape("data:1"), self.machine.hardware, self.machine.assumptions)
 
 
 def _longest(traced: TracedProgram, seconds: list[float]) -> float:

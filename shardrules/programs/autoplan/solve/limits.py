@@ -1,4 +1,4 @@
-"""Finds the best choice within a limit of memory, as compilers have it that know the limit.
+"""Finds the best choice within a limit of memory, or within each of several, as compilers have it that know the limit.
 
 Compilers that have to keep a limit need less for most plans, but more for those whose losses are looked up late. Where
 that decides what fits, or what fits is slow, it is searched again as such compilers have it.
@@ -7,14 +7,19 @@ that decides what fits, or what fits is slow, it is searched again as such compi
 from collections.abc import Sequence
 
 import attrs
+import numpy as np
 
 from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.autoplan.solve.search import SearchResult, Task
-from shardrules.programs.autoplan.solve.trials import BETTER, Trial
+from shardrules.programs.autoplan.solve.trials import BETTER, Trial, Trials
 
 _SLOW = 1.15
 """A plan that takes this many times its bound, and the time of a plan for which compilers have to save memory, is worse
 than that one: such plans overlap less, which takes up to a tenth."""
+
+_STEP = 1.01
+"""The factor between the least memory met, which is a little below what fits, and the first budget, and at least
+between two budgets; chosen by hand."""
 
 
 def search_within(
@@ -44,6 +49,41 @@ def search_within(
     if fits and cost(result.choice) <= _SLOW * cost(other.choice):
         return attrs.evolve(result, seconds=other.seconds)
     return attrs.evolve(other, is_tight=True)
+
+
+def frontier_points(task: Task, count: int, deadline: Deadline) -> list[tuple[int, float, int, float | None]]:
+    """Returns the best choice for each of `count` budgets: the budget, its seconds and bytes, and the price of a byte.
+
+    Searches end by themselves, so that points depend on the time only once it is up. From then on, they are the best of
+    what was met.
+    """
+    met, patterns = Trials(task.occupancy, np.inf), dict[Trial, None]()
+
+    def search(limit_bytes: float) -> SearchResult:
+        result = search_within(task, limit_bytes, deadline, tuple(dict.fromkeys((*met.front(), *patterns))))
+        patterns.update(dict.fromkeys(result.patterns))
+        for trial in (*result.candidates, *result.patterns):
+            met.add(trial.choice, trial.origin)
+        return result
+
+    # The ends of the frontier: what the fastest plan takes, and the least that anything does.
+    fastest, smallest = search(np.inf), search(0.0)
+    first = max(1.0, smallest.peak_bytes * _STEP)
+    last = max(fastest.peak_bytes, first * _STEP)
+    points: list[tuple[int, float, int, float | None]] = []
+    best = task.problem.cost(smallest.choice), smallest.peak_bytes
+    # Geometric steps: near the least memory, where plans change most, budgets are close together.
+    for limit in np.geomspace(first, last, count):
+        result = None if deadline.is_over or limit == last else search(float(limit))
+        trials = met.within(limit)
+        # What fits in less fits in more, and may be the better of them.
+        if trials.best is not None:
+            best = min(best, (trials.best.cost, trials.best.peak_bytes))
+        if result is not None and result.fits:
+            best = min(best, (task.problem.cost(result.choice), result.peak_bytes))
+        price = trials.saving if result is None else result.price
+        points.append((int(limit), best[0], int(best[1]), price))
+    return points
 
 
 def _as_compiled(task: Task, result: SearchResult, limit_bytes: float) -> SearchResult:

@@ -8,15 +8,15 @@ import attrs
 
 from shardrules.core.axes import mesh_text
 from shardrules.core.callables import name_of
-from shardrules.core.check import bytes_text
 from shardrules.core.finding import Finding, merged
+from shardrules.core.text import bytes_text
 from shardrules.programs.autoplan.answer.findings import Remarks, machine_findings, near_the_limit, program_findings
 from shardrules.programs.autoplan.answer.frontier import FrontierPoint
 from shardrules.programs.autoplan.answer.plan import AutoPlan
 from shardrules.programs.autoplan.run.replay import NEAR_RATIO
 from shardrules.programs.compiling.model_flops import model_matmuls
 from shardrules.programs.training.answer.plan import TrainingPlan
-from shardrules.programs.training.answer.prove import TrainingProof, fastest_of_all, plans_to_prove
+from shardrules.programs.training.answer.prove import TrainingProof, plans_to_prove
 from shardrules.programs.training.answer.report import Advice, TrainingCandidate, TrainingPlanReport
 from shardrules.programs.training.answer.tokens import token_count
 from shardrules.programs.training.search.problem import Outcome, TrainingProblem, argument_bytes, plan_once
@@ -39,7 +39,7 @@ def _groups(search: TrainingSearch, proof: TrainingProof, plain: Outcome, count:
     """Yields the plan that is returned without proof, the fastest of all, others of the best few, and more of these if
     none of them fits."""
     yield [plain]
-    yield fastest_of_all(search, plain)
+    yield search.fastest_of_all(plain)
     for _ in range(3):  # chosen by hand
         outcomes = plans_to_prove(search.fitting, count)
         yield from ([outcome] for outcome in outcomes or [search.smallest or plain])

@@ -6,16 +6,15 @@ from typing import Self, final
 import attrs
 from jax.sharding import Mesh
 
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import CompileError
 from shardrules.core.finding import Finding
+from shardrules.core.text import bytes_text
 from shardrules.programs.audits.audit import audit
 from shardrules.programs.audits.report import AuditReport
 from shardrules.programs.autoplan.answer.compilations import Compilations
 from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.machine.flags import read_flags
 from shardrules.programs.training.search.problem import Outcome, TrainingProblem
-from shardrules.programs.training.search.search import TrainingSearch
 
 
 @final
@@ -104,24 +103,6 @@ def prove_outcome(problem: TrainingProblem, outcome: Outcome) -> ProvedPlan:
         problem.limit_bytes,
         flag,
     )
-
-
-def fastest_of_all(search: TrainingSearch, plain: Outcome) -> list[Outcome]:
-    """Returns the plan that is fastest without a limit of memory: as it is, and with the limit for the compiler.
-
-    There is none if it is `plain`, or if its arguments alone are too large: only what else it needs is modelled.
-    """
-    planned = [outcome for outcome in (*search.free.values(), *search.columns.values()) if outcome.result is not None]
-    fastest = min(planned, key=lambda outcome: outcome.seconds, default=None)
-    if fastest is None or (plain.fits and fastest.seconds >= plain.seconds):
-        return []
-    limit, plan = search.problem.limit_bytes, fastest.plan(search.problem)
-    if plan.task.occupancy.argument_bytes(plan.choice) > limit:
-        return []
-    # Only compilers for GPUs get a limit, if the model says that it is kept.
-    limited = attrs.evolve(plan.result, peak_bytes=min(plan.result.peak_bytes, limit))
-    is_gpu = search.problem.cluster.compile_target().platform == "cuda"
-    return [fastest, *([attrs.evolve(fastest, result=limited)] if is_gpu else [])]
 
 
 @final

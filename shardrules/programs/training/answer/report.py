@@ -6,10 +6,10 @@ from typing import Self, final
 
 import attrs
 
-from shardrules.core.check import bytes_text
 from shardrules.core.errors import printable
 from shardrules.core.finding import Finding, listing
 from shardrules.core.rule import ShardingPlan
+from shardrules.core.text import bytes_text
 from shardrules.core.views.table import aligned
 from shardrules.programs.autoplan.answer.explain import RegionUse, SplitDim
 from shardrules.programs.autoplan.answer.frontier import Frontier, FrontierPoint

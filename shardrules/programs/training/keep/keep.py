@@ -5,7 +5,7 @@ from typing import final
 
 import attrs
 
-from shardrules.core.check import bytes_text
+from shardrules.core.text import bytes_text
 from shardrules.programs.training.keep.units import UnitPosition
 
 Position = tuple[int, int]

@@ -412,6 +412,23 @@ class TrainingSearch:
         self.beaten[shape, recipe] = _beaten_text(bound)
         return True
 
+    def fastest_of_all(self, plain: Outcome) -> list[Outcome]:
+        """Returns the plan that is fastest without a limit of memory: as it is, and with the limit for the compiler.
+
+        There is none if it is `plain`, or if its arguments alone are too large: only what else it needs is modelled.
+        """
+        planned = [outcome for outcome in (*self.free.values(), *self.columns.values()) if outcome.result is not None]
+        fastest = min(planned, key=lambda outcome: outcome.seconds, default=None)
+        if fastest is None or (plain.fits and fastest.seconds >= plain.seconds):
+            return []
+        limit, plan = self.problem.limit_bytes, fastest.plan(self.problem)
+        if plan.task.occupancy.argument_bytes(plan.choice) > limit:
+            return []
+        # Only compilers for GPUs get a limit, if the model says that it is kept.
+        limited = attrs.evolve(plan.result, peak_bytes=min(plan.result.peak_bytes, limit))
+        is_gpu = self.problem.cluster.compile_target().platform == "cuda"
+        return [fastest, *([attrs.evolve(fastest, result=limited)] if is_gpu else [])]
+
 
 def first_fitting(keep_indices: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     """Bisects what may be kept, the most first, for the position of the first that fits; `None` where the last does

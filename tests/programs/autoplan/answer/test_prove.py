@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.core.errors import CompileError
 from shardrules.programs.autoplan.answer.compilations import Compilations
-from shardrules.programs.autoplan.answer.prove import _Proof, device_mesh
+from shardrules.programs.autoplan.answer.prove import _Proof
+from shardrules.programs.autoplan.query import device_mesh
 from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE
 from shardrules.programs.autoplan.solve.search import Task
 from shardrules.programs.autoplan.solve.trials import Trials

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.check import bytes_text
+from shardrules.core.text import bytes_text
 from shardrules.programs.autoplan.answer.plan import AutoPlan
 from shardrules.programs.autoplan.answer.prove import _Proof
 from shardrules.programs.autoplan.graph.problem import ChosenMove, Problem
