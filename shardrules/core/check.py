@@ -1,9 +1,9 @@
 """The findings that every plan computes, from shapes alone."""
 
 import collections
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
@@ -53,14 +53,15 @@ def check_spec(
     assert codes == ["indivisible", "weakened"]
     ```
     """
-    finding = functools.partial(Finding, path=path, shape=shape, count=count)
+    where: dict[str, Any] = {"path": path, "shape": shape, "count": count}
     spec_entries = entries(spec)
     if len(spec_entries) > len(shape):
-        yield finding(
+        yield Finding(
             "error",
             "rank-overflow",
             f"{spec_repr(spec)} has {len(spec_entries)} entries, the array has {len(shape)} dimensions",
             remedy=f"Write {len(shape)} entries, or apply the rule to fewer leaves",
+            **where,
         )
         spec_entries = spec_entries[: len(shape)]
     first_dims: dict[str, int] = {}
@@ -69,7 +70,7 @@ def check_spec(
             continue
         for name in entry:
             if name in first_dims:
-                yield finding(
+                yield Finding(
                     "error",
                     "duplicate-axis",
                     f"{spec_repr(spec)} uses axis {name!r} twice (duplicate entries for `{name}`): dimensions "
@@ -77,37 +78,39 @@ def check_spec(
                     remedy="An axis can split only one dimension of an array: keep the other one whole",
                     dim=dim,
                     axis=name,
+                    **where,
                 )
             first_dims.setdefault(name, dim)
         if sizes is not None:
-            yield from _check_entry(functools.partial(finding, dim=dim), shape, spec, dim, sizes)
+            yield from _check_entry(shape, spec, dim, sizes, {**where, "dim": dim})
 
 
 def _check_entry(
-    finding: Callable[..., Finding],
     shape: tuple[int, ...],
     spec: PartitionSpec,
     dim: int,
     sizes: Mapping[str, int],
+    where: Mapping[str, Any],
 ) -> Iterator[Finding]:
     entry = entries(spec)[dim]
     unknown = [name for name in entry if name not in sizes]
     for name in unknown:
         mesh_text = ", ".join(shortened([*sizes])) or "none"
         why = f"unknown axis {name!r}{suggest(name, sizes)}; the mesh has {mesh_text}"
-        yield finding("error", "unknown-axis", why, remedy=UNKNOWN_AXIS_REMEDY, axis=name)
+        yield Finding("error", "unknown-axis", why, remedy=UNKNOWN_AXIS_REMEDY, axis=name, **where)
     split = math.prod(sizes.get(name, 1) for name in entry)
     # The size of an unknown axis is unknown, so there is nothing to divide by.
     if unknown or shape[dim] % split == 0:
         return
     axis = entry[0] if len(entry) == 1 else None
-    yield finding(
+    yield Finding(
         "error",
         "indivisible",
         f"Array shape {shape_text(shape)} not divisible by mesh axis {' x '.join(entry)} size {split}: dimension {dim} "
         f"is {shape[dim]}, remainder {shape[dim] % split}",
         remedy=f"Make it a multiple of {split}, split another dimension, or wrap the rule in FittedShardingRule",
         axis=axis,
+        **where,
     )
     # JAX weakens all dimensions of a spec at once, so the finding shows the whole spec that it would use.
     pairs = list(zip(entries(spec), shape, strict=False))
@@ -117,13 +120,14 @@ def _check_entry(
     alternative = ""
     if any(part is not UNCONSTRAINED and _divides_in_part(part, size, sizes) for part, size in pairs):
         alternative = ", or from JAX 0.11 on a split by part of an axis"
-    yield finding(
+    yield Finding(
         "warning",
         "weakened",
         f"a constraint inside jit would silently become {spec_repr(weaker)}{alternative}: {(axis or entry)!r} does not "
         f"divide dimension {dim}",
         remedy=f"Write {spec_repr(weaker)} if that is what you want",
         axis=axis,
+        **where,
     )
 
 

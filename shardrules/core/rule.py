@@ -797,7 +797,7 @@ class ShardingPlan:
         return plan if tree is None else plan.bind(tree, dtypes=True)
 
     def bind(self, tree: Any, *, dtypes: bool = False) -> "ShardingPlan":
-        """Returns this plan for another tree of the same paths and shapes: new values, or the tree of a plan from JSON.
+        """Returns this plan for another `tree` of the same paths and shapes: new values, or that of a plan from JSON.
 
         With `dtypes`, the dtypes must be the planned ones, too.
 

@@ -401,7 +401,7 @@ def test_a_finding_has_code_path_and_remedy(name: str) -> None:
 
 
 def test_every_code_of_the_library_is_shown_here() -> None:
-    written = re.compile(r'[Ff]inding\(\s*"(?:error|warning|note)",\s*"([a-z-]+)"')
+    written = re.compile(r'Finding\(\s*"(?:error|warning|note)",\s*"([a-z-]+)"')
     package = Path(sr.__file__).parent
     # What makes plans; `how.py` resolves what placement functions take.
     files = [
