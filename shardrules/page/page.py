@@ -54,7 +54,10 @@ def report_page(
     parts = [Part(plan), *([] if state is None else [Part(state, "optimizer/")])]
     heading = title or f"A plan for {mesh_text(plan.mesh)}"
     data = {
-        "title": heading, "command": command, "rules": rules_text(plan, rules), **page_data(parts),
+        "title": heading,
+        "command": command,
+        "rules": rules_text(plan, rules),
+        **page_data(parts),
         "audit": None if audit is None else audit_data(audit),
         "autoplan": None if planned is None else autoplan_data(planned),
         "training": None if training is None else training_data(training),
