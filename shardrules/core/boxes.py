@@ -129,25 +129,22 @@ def refuse_cycles(tree: Any) -> None:
         return
     is_object, is_leaf = _of_types(object_types), _holds_no_nodes()
     ended: set[int] = set()  # objects of which all parts were seen
-    around: dict[int, Any] = {}  # the objects that hold the current one
-    nodes: list[Any] = [node for node in jtu.tree_leaves(tree, is_leaf=is_object) if is_object(node)]
-    while nodes:
-        node = nodes[-1]
-        if id(node) in ended or id(node) in around:
-            nodes.pop()
-            around.pop(id(node), None)
-            ended.add(id(node))
-            continue
-        around[id(node)] = node
+
+    def visit(node: Any, around: tuple[int, ...]) -> None:
+        around = (*around, id(node))
         for part in _parts(node, is_object, is_leaf):
             if id(part) in around:
                 raise TreeError(
-                    f"an object of flax nnx ({type(part).__name__}) holds itself, through "
-                    f"{type(node).__name__}, and JAX has no trees with cycles. Pass its state: "
-                    "graph, state = nnx.split(model)"
+                    f"an object of flax nnx ({type(part).__name__}) holds itself, through {type(node).__name__}, and "
+                    "JAX has no trees with cycles. Pass its state: graph, state = nnx.split(model)"
                 )
             if id(part) not in ended:
-                nodes.append(part)
+                visit(part, around)
+        ended.add(id(node))
+
+    for node in jtu.tree_leaves(tree, is_leaf=is_object):
+        if is_object(node) and id(node) not in ended:
+            visit(node, ())
 
 
 def _parts(node: Any, is_object: Callable[[Any], bool], is_leaf: Callable[[Any], bool]) -> list[Any]:
@@ -226,13 +223,8 @@ def plain_trees(tree: Any) -> Any:
     return jax.tree.map(plain, tree, is_leaf=is_of_nnx) if types else tree
 
 
-def has_objects(arguments: Any) -> bool:
-    """Returns whether the arguments of a call hold objects of nnx, which a call may write to."""
-    return bool(_objects(arguments))
-
-
-def _objects(arguments: Any) -> list[Any]:
-    """The objects of nnx in the arguments of a call, those inside of others left out."""
+def objects_in(arguments: Any) -> list[Any]:
+    """Returns the objects of nnx in the arguments of a call, which it may write to; not objects inside of others."""
     types = opaque_types()
     if not types:
         return []
@@ -249,6 +241,10 @@ def _variable_nodes(objects: Sequence[Any]) -> tuple[list[Any], bool]:
     return variables, len(variables) < len(nodes)
 
 
+def _of_nnx() -> Callable[[Any], bool]:
+    return _of_types((*opaque_types(), *variable_types()))
+
+
 @final
 @attrs.frozen(eq=False)
 class _Attribute:
@@ -258,12 +254,12 @@ class _Attribute:
     name: str
 
     def get(self) -> list[Any]:
-        is_other = _of_types((*opaque_types(), *variable_types()))
+        is_other = _of_nnx()
         nodes = jtu.tree_leaves(vars(self.owner)[self.name], is_leaf=is_other)
         return [node for node in nodes if not is_other(node)]
 
     def set(self, leaves: list[Any]) -> None:
-        is_other = _of_types((*opaque_types(), *variable_types()))
+        is_other = _of_nnx()
         nodes, treedef = jtu.tree_flatten(vars(self.owner)[self.name], is_leaf=is_other)
         rest = iter(leaves)
         # as set_raw_value of variables: flax allows neither outside of the trace that made the object
@@ -286,8 +282,7 @@ class _Value:
 
 def _attributes(tree: Any) -> Iterator[_Attribute]:
     """Yields the attributes of objects that hold leaves, in the order of the tree: copies of it have the same order."""
-    types = (*opaque_types(), *variable_types())
-    is_of_nnx = _of_types(types)
+    is_of_nnx = _of_nnx()
     for node in jtu.tree_leaves(tree, is_leaf=is_of_nnx):
         if not is_of_nnx(node) or is_variable(node):
             continue
@@ -319,7 +314,7 @@ def write_variables(
 
     `place` returns a new array where it belongs, from the old one and the new one.
     """
-    slots = _slots(_objects(arguments)) if writes else []
+    slots = _slots(objects_in(arguments)) if writes else []
     _refuse_twice(slots, writes)
     for index, value in writes.items():
         slots[index].set(jax.tree.map(place, slots[index].get(), value))
@@ -355,7 +350,7 @@ class ArgumentVariables:
     @classmethod
     def of(cls, arguments: Any) -> Self:
         """Returns what is in `arguments` now."""
-        objects = _objects(arguments)
+        objects = objects_in(arguments)
         values = [jtu.tree_leaves(slot.get()) for slot in _slots(objects)]
         return cls(objects, jtu.tree_structure(objects), _ties(objects), values)
 

@@ -1,8 +1,7 @@
 """Names of callables: functions, methods, partial functions, modules, and wrappers of any of them.
 
-Wrappers of Equinox, as `eqx.filter_vmap(module)` returns one, have the attributes of a function as fields. A module has
-no name, so a copy of its wrapper, as `jax.tree.map` makes one, has a sentinel in the place of each that is missing,
-which Python refuses as a function's name.
+Wrappers of Equinox, as `eqx.filter_vmap(module)` returns one, have the attributes of a function as fields, and copies
+of them a sentinel for each that is missing, which Python refuses as a function's name.
 """
 
 import functools

@@ -3,6 +3,7 @@
 import collections
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
@@ -12,13 +13,13 @@ from shardrules.core.errors import shortened, suggest
 from shardrules.core.finding import UNKNOWN_AXIS_REMEDY, Finding, shape_text
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.leaves import Leaves, RuleCall
-from shardrules.core.spec import UNCONSTRAINED, Entry, divisible_prefix, entries, make_spec, spec_repr
+from shardrules.core.spec import UNCONSTRAINED, Entry, axis_names, divisible_prefix, entries, make_spec, spec_repr
 from shardrules.core.text import bytes_text
 from shardrules.core.tree import Survey
 
 LARGE_BYTES = 16 * 2**20
-"""From this size on, a leaf that no rule decided is a warning. Half as much warns about tables of a few thousand rows,
-too; four times as much misses the 4096 x 4096 matrices of a 7B model in bfloat16."""
+"""From this size on, a leaf that no rule decided is a warning. Chosen by hand: a 4096 x 4096 matrix in bfloat16 has 32
+MiB, and tables of a few thousand rows have less."""
 
 
 def check_spec(
@@ -35,16 +36,15 @@ def check_spec(
     assert codes == ["indivisible", "weakened"]
     ```
     """
+    where: dict[str, Any] = {"path": path, "shape": shape, "count": count}
     spec_entries = entries(spec)
     if len(spec_entries) > len(shape):
         yield Finding(
             "error",
             "rank-overflow",
             f"{spec_repr(spec)} has {len(spec_entries)} entries, the array has {len(shape)} dimensions",
-            path,
-            f"Write {len(shape)} entries, or apply the rule to fewer leaves",
-            shape,
-            count=count,
+            remedy=f"Write {len(shape)} entries, or apply the rule to fewer leaves",
+            **where,
         )
         spec_entries = spec_entries[: len(shape)]
     first_dims: dict[str, int] = {}
@@ -58,59 +58,45 @@ def check_spec(
                     "duplicate-axis",
                     f"{spec_repr(spec)} uses axis {name!r} twice (duplicate entries for `{name}`): dimensions "
                     f"{first_dims[name]} and {dim}",
-                    path,
-                    "An axis can split only one dimension of an array: keep the other one whole",
-                    shape,
-                    dim,
-                    name,
-                    count,
+                    remedy="An axis can split only one dimension of an array: keep the other one whole",
+                    dim=dim,
+                    axis=name,
+                    **where,
                 )
             first_dims.setdefault(name, dim)
         if sizes is not None:
-            yield from _check_entry(path, shape, spec, dim, entry, sizes, count)
+            yield from _check_entry(shape, spec, dim, sizes, {**where, "dim": dim})
 
 
 def _check_entry(
-    path: str,
     shape: tuple[int, ...],
     spec: PartitionSpec,
     dim: int,
-    entry: Entry,
     sizes: Mapping[str, int],
-    count: int,
+    where: Mapping[str, Any],
 ) -> Iterator[Finding]:
+    entry = entries(spec)[dim]
     unknown = [name for name in entry if name not in sizes]
     for name in unknown:
-        yield Finding(
-            "error",
-            "unknown-axis",
-            f"unknown axis {name!r}{suggest(name, sizes)}; the mesh has {', '.join(shortened([*sizes])) or 'none'}",
-            path,
-            UNKNOWN_AXIS_REMEDY,
-            shape,
-            dim,
-            name,
-            count,
-        )
+        mesh_text = ", ".join(shortened([*sizes])) or "none"
+        why = f"unknown axis {name!r}{suggest(name, sizes)}; the mesh has {mesh_text}"
+        yield Finding("error", "unknown-axis", why, remedy=UNKNOWN_AXIS_REMEDY, axis=name, **where)
     split = math.prod(sizes.get(name, 1) for name in entry)
     # The size of an unknown axis is unknown, so there is nothing to divide by.
     if unknown or shape[dim] % split == 0:
         return
-    label = repr(entry[0]) if len(entry) == 1 else repr(entry)
+    axis = entry[0] if len(entry) == 1 else None
     yield Finding(
         "error",
         "indivisible",
         f"Array shape {shape_text(shape)} not divisible by mesh axis {' x '.join(entry)} size {split}: dimension {dim} "
         f"is {shape[dim]}, remainder {shape[dim] % split}",
-        path,
-        f"Make it a multiple of {split}, split another dimension, or wrap the rule in FittedShardingRule",
-        shape,
-        dim,
-        entry[0] if len(entry) == 1 else None,
-        count,
+        remedy=f"Make it a multiple of {split}, split another dimension, or wrap the rule in FittedShardingRule",
+        axis=axis,
+        **where,
     )
     # JAX weakens all dimensions of a spec at once, so the finding shows the whole spec that it would use.
-    pairs = tuple(zip(entries(spec), shape, strict=False))
+    pairs = list(zip(entries(spec), shape, strict=False))
     weaker = make_spec(
         tuple(part if part is UNCONSTRAINED else divisible_prefix(part, size, sizes) for part, size in pairs)
     )
@@ -120,14 +106,11 @@ def _check_entry(
     yield Finding(
         "warning",
         "weakened",
-        f"a constraint inside jit would silently become {spec_repr(weaker)}{alternative}: {label} does not divide "
-        f"dimension {dim}",
-        path,
-        f"Write {spec_repr(weaker)} if that is what you want",
-        shape,
-        dim,
-        entry[0] if len(entry) == 1 else None,
-        count,
+        f"a constraint inside jit would silently become {spec_repr(weaker)}{alternative}: {(axis or entry)!r} does not "
+        f"divide dimension {dim}",
+        remedy=f"Write {spec_repr(weaker)} if that is what you want",
+        axis=axis,
+        **where,
     )
 
 
@@ -154,16 +137,10 @@ def check_leaves(
         if spec is None:
             yield from _check_undecided(leaf, decision, count)
         elif spec.partitions:
-            if any(part is not None for part in spec.partitions):
-                used.update(
-                    dict.fromkeys(name for entry in entries(spec) if entry is not UNCONSTRAINED for name in entry)
-                )
-                yield from check_spec(leaf.path, leaf.shape, spec, sizes, count=count)
-                if explicit and any(part is UNCONSTRAINED for part in spec.partitions):
-                    yield _unconstrained(leaf, spec, count)
-            # A replicated leaf, the usual case in a large tree, can be wrong in nothing but its rank.
-            elif len(spec.partitions) > leaf.ndim:
-                yield from check_spec(leaf.path, leaf.shape, spec, sizes, count=count)
+            used.update(dict.fromkeys(axis_names(spec)))
+            yield from check_spec(leaf.path, leaf.shape, spec, sizes, count=count)
+            if explicit and UNCONSTRAINED in spec.partitions:
+                yield _unconstrained(leaf, spec, count)
         # Findings of decisions are about one leaf; the plan reports them for all leaves of the kind.
         for finding in decision.findings:
             yield finding if count == 1 else attrs.evolve(finding, count=finding.count * count)
@@ -186,16 +163,13 @@ def _all_explicit(mesh: AnyMesh) -> bool:
 
 
 def _unconstrained(leaf: Leaf, spec: PartitionSpec, count: int) -> Finding:
-    return Finding(
-        "error",
-        "unconstrained",
+    why = (
         f"{spec_repr(spec)} leaves a dimension to the compiler, but all axes of the mesh are Explicit, which the "
-        "compiler does not choose",
-        leaf.path,
-        "Write None or an axis for UNCONSTRAINED, or use a mesh with Auto axes: sr.create_mesh(..., axis_types='auto')",
-        leaf.shape,
-        count=count,
+        "compiler does not choose"
     )
+    remedy = "Write None or an axis for UNCONSTRAINED, or use a mesh with Auto axes: "
+    remedy += "sr.create_mesh(..., axis_types='auto')"
+    return Finding("error", "unconstrained", why, leaf.path, remedy, leaf.shape, count=count)
 
 
 def _check_undecided(leaf: Leaf, decision: Decision, count: int) -> Iterator[Finding]:
@@ -203,25 +177,15 @@ def _check_undecided(leaf: Leaf, decision: Decision, count: int) -> Iterator[Fin
     if leaf.size <= 1:
         return
     why = f": {decision.reason}" if decision.reason else ""
-    yield Finding(
-        "note",
-        "unmatched",
-        f"no rule has an opinion, so it is replicated{why}",
-        leaf.path,
-        "Add a rule for it, or ReplicateShardingRule() if this is on purpose",
-        leaf.shape,
-        count=count,
-    )
+    why = f"no rule has an opinion, so it is replicated{why}"
+    remedy = "Add a rule for it, or ReplicateShardingRule() if this is on purpose"
+    yield Finding("note", "unmatched", why, leaf.path, remedy, leaf.shape, count=count)
     if leaf.nbytes >= LARGE_BYTES:
-        yield Finding(
-            "warning",
-            "large-replicated",
-            f"{bytes_text(leaf.nbytes)} on every device, and no rule asks for it",
-            leaf.path,
-            "Split it (FSDPShardingRule splits what is large), or add ReplicateShardingRule() if this is on purpose",
-            leaf.shape,
-            count=count,
+        why = f"{bytes_text(leaf.nbytes)} on every device, and no rule asks for it"
+        remedy = (
+            "Split it (FSDPShardingRule splits what is large), or add ReplicateShardingRule() if this is on purpose"
         )
+        yield Finding("warning", "large-replicated", why, leaf.path, remedy, leaf.shape, count=count)
 
 
 def ambiguous_paths(survey: Survey) -> Iterator[Finding]:
@@ -252,28 +216,19 @@ def idle_patterns(calls: Iterable[RuleCall]) -> Iterator[Finding]:
     """Yields the finding of each pattern that won no leaf in any call of its rule, or of an equal rule."""
     every_call = list(_nested_calls(calls))
     types = {type(call.rule) for call in every_call if call.verdict.idle}
-    # A rule may stand in several places, and a pattern that wins in one of them is not idle.
-    equal_calls: dict[int, list[list[RuleCall]]] = {}
+    # A rule may stand in several places, and a pattern that wins in one of them is not idle. Rules are compared, since
+    # rules of users may have no hash.
+    groups: list[list[RuleCall]] = []
     for call in every_call:
         if type(call.rule) in types:
-            groups = equal_calls.setdefault(_rule_hash(call.rule), [])
-            group = next((group for group in groups if group[0].rule is call.rule or group[0].rule == call.rule), None)
-            if group is None:
-                groups.append([call])
-            else:
-                group.append(call)
-    for first, *others in (group for groups in equal_calls.values() for group in groups):
+            group = next((group for group in groups if group[0].rule == call.rule), [])
+            groups += [] if group else [group]
+            group.append(call)
+    for first, *others in groups:
         idle_elsewhere = [{pattern_index for pattern_index, _ in other.verdict.idle} for other in others]
         for pattern_index, finding in first.verdict.idle:
             if all(pattern_index in indices for indices in idle_elsewhere):
                 yield finding
-
-
-def _rule_hash(rule: object) -> int:
-    try:
-        return hash(rule)
-    except TypeError:  # rules of users may have none, and are compared
-        return 0
 
 
 def _nested_calls(calls: Iterable[RuleCall]) -> Iterator[RuleCall]:

@@ -18,8 +18,7 @@ MOST_LISTED = 20
 """The faults that a text lists, of trees that may have a million leaves. Chosen by hand."""
 
 _MOST_CHARACTERS = 20_000
-"""The characters of an error that are printed, which may quote names and values of any length. Chosen by hand: more
-than `MOST_LISTED` long paths with their remedies take, and few enough for a log."""
+"""The characters of an error that are printed, which may quote names and values of any length. Chosen by hand."""
 
 
 class ShardRulesError(Exception):
@@ -38,7 +37,7 @@ def _cut(text: str) -> str:
     return printable_text(text[:_MOST_CHARACTERS] + (f" ... and {more:,} more characters" if more > 0 else ""))
 
 
-def shortened(lines: Sequence[str], most: int = MOST_LISTED) -> list[str]:
+def shortened(lines: Sequence[Any], most: int = MOST_LISTED) -> list[Any]:
     """Returns the first lines, and how many more there are.
 
     ```python
@@ -276,8 +275,7 @@ class ShardingWarning(UserWarning):
 
 
 _MOST_COMPARED = 20_000
-"""The candidates that a name is compared with, of the million that a header may have. Chosen by hand: these take less
-than a second."""
+"""The candidates that a name is compared with, of the million that a header may have. Chosen by hand."""
 
 _JOINERS = "\u200c\u200d"
 """Invisible, and yet a part of how words and emoji are written."""

@@ -75,10 +75,11 @@ def read_bytes(name: str, value: float | str) -> int:
     if value.strip().startswith("-"):
         raise ConfigError(f"{name} must be a number of bytes, 0 or more; got {value!r}")
     if match is None or match[2] not in _UNITS:
-        same = [unit for unit in _UNITS if match is not None and unit.lower() == match[2].lower()]
-        units, near = ", ".join(_UNITS), f" (did you mean {f'{match[1]}{same[-1]}'!r}?)" if match and same else ""
+        same = [f"{match[1]}{unit}" for unit in _UNITS if match is not None and unit.lower() == match[2].lower()]
+        near = f" (did you mean {same[-1]!r}?)" if same else ""
         raise ConfigError(
-            f"{name} must be a number of bytes, or a string like '80GB' with one of {units}; got {value!r}{near}"
+            f"{name} must be a number of bytes, or a string like '80GB' with one of {', '.join(_UNITS)}; got "
+            f"{value!r}{near}"
         )
     count = Decimal(match[1]) * _UNITS[match[2]]
     return byte_count(name)(int(count) if count < 2**64 else math.inf)

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, final
 
 import attrs
 
-from shardrules.core.errors import MOST_LISTED, PlanError, printable, shortened
+from shardrules.core.errors import PlanError, printable, shortened
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
 """An error makes a plan unusable, a warning names the cost of using it, and a note is anything else."""
@@ -90,7 +90,6 @@ def mark_indices(name: str, *, with_width: bool) -> str:
     ```python
     from shardrules.core.finding import mark_indices
 
-    assert mark_indices("layers.11.mlp.up", with_width=False) == "layers.#.mlp.up"
     assert mark_indices("layers.11.mlp.up", with_width=True) == "layers.##.mlp.up"
     assert mark_indices("0.5", with_width=False) == "0.5"
     ```
@@ -123,7 +122,7 @@ def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     assert [(finding.path, finding.count) for finding in merged(twice)] == [("layers/*/w", 2)]
     ```
     """
-    # Findings are equal when they differ in nothing but the indices in their paths, and their counts.
+    # Findings of equal layers differ in nothing but the indices in their paths, and their counts.
     groups: dict[Finding, list[Finding]] = {}
     for finding in findings:
         groups.setdefault(attrs.evolve(finding, path=template(finding.path), count=1), []).append(finding)
@@ -141,10 +140,7 @@ def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 def listing(findings: Iterable[Finding]) -> str:
     """Returns findings as text, one indented block for each; of many the first, and how many more there are."""
-    findings = tuple(findings)
-    # Only those that are shown are written out.
-    texts = [*map(str, findings[:MOST_LISTED]), *[""] * (len(findings) - MOST_LISTED)]
-    return "\n".join(f"  {line}" for text in shortened(texts) for line in text.splitlines())
+    return "\n".join(f"  {line}" for text in shortened(tuple(findings)) for line in str(text).splitlines())
 
 
 def plan_error(title: str, findings: Iterable[Finding]) -> PlanError:

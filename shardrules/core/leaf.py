@@ -85,20 +85,16 @@ class Decision:
         return "P()" if self.spec is None else spec_repr(canonical(self.spec))
 
     def device_bytes(self, leaf: "Leaf", sizes: Mapping[str, int]) -> int:
-        """Returns the bytes that `leaf` takes on one device; no opinion counts as replicated.
+        """Returns the bytes that `leaf` takes on one device, as XLA would allocate them; no opinion is replicated.
 
-        **Arguments:**
-
-        - `leaf`: the leaf that this decides.
-        - `sizes`: the size of each mesh axis.
-
-        **Returns:**
-
-        Bytes, as XLA would allocate them.
+        `sizes` are those of the mesh axes.
         """
-        if self.spec is None:
-            return leaf.nbytes
-        return leaf.shard_bytes(self.spec, sizes)
+        return leaf.nbytes if self.spec is None else leaf.shard_bytes(self.spec, sizes)
+
+
+def undecided(error: RuleError) -> Decision:
+    """Returns the decision of a rule that raised: no opinion, with the finding that says why."""
+    return Decision(None, error.why, findings=(conflict(error),))
 
 
 @final
@@ -147,28 +143,15 @@ class Leaf:
         return array_bytes(self.shape, self.dtype, packed=True)
 
     def shard_bytes(self, spec: PartitionSpec, sizes: Mapping[str, int] | None = None) -> int:
-        """Returns the bytes that the largest shard takes on one device.
+        """Returns the bytes of the largest shard by `spec` on one device, as XLA would allocate them.
 
-        **Arguments:**
-
-        - `spec`: how the leaf is split.
-        - `sizes`: the size of each mesh axis; by default those of the leaf's mesh.
-
-        **Returns:**
-
-        Bytes, as XLA would allocate them.
+        `sizes` are those of the mesh axes, by default of the leaf's mesh.
         """
-        sizes = self.sizes if sizes is None else sizes
-        return shard_bytes(self.shape, self.dtype, spec, sizes)
+        return shard_bytes(self.shape, self.dtype, spec, self.sizes if sizes is None else sizes)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each axis of the mesh, in mesh order.
-
-        **Raises:**
-
-        `NoMeshError` when there is no mesh.
-        """
+        """The size of each axis of the mesh, in mesh order; without a mesh a `NoMeshError`."""
         if self.mesh is None:
             raise NoMeshError(
                 f"{printable(self.path) or 'the tree'} {shape_text(self.shape)}: this rule needs a mesh. Pass one, "
@@ -197,15 +180,7 @@ class Leaf:
         return tuple(dim for dim, entry in enumerate(self.entries[: self.ndim]) if entry == ())
 
     def axis_size(self, axis: Axis) -> int:
-        """Returns the number of parts into which `axis` splits a dimension.
-
-        **Arguments:**
-
-        - `axis`: a mesh axis, or a tuple of them.
-
-        **Returns:**
-
-        The product of their sizes.
+        """Returns the number of parts into which `axis`, a mesh axis or a tuple of them, splits a dimension.
 
         **Raises:**
 
@@ -224,15 +199,6 @@ class Leaf:
 
     def fits(self, dim: int, axis: Axis) -> bool:
         """Returns whether `axis` can split `dim`: it divides it, the dimension is whole, and the axis is not in use.
-
-        **Arguments:**
-
-        - `dim`: a dimension, which may be negative.
-        - `axis`: a mesh axis, or a tuple of them.
-
-        **Returns:**
-
-        Whether `shard(dim, axis)` gives a valid spec.
 
         **Raises:**
 
@@ -291,15 +257,7 @@ class Leaf:
         return Decision(make_spec((*spec_entries[:dim], names, *spec_entries[dim + 1 :])), text)
 
     def replicate(self, reason: str = "replicated on purpose") -> Decision:
-        """Returns the decision to hold the whole array on every device.
-
-        **Arguments:**
-
-        - `reason`: why.
-
-        **Returns:**
-
-        A `Decision` whose spec is `P()`.
+        """Returns the decision to hold the whole array on every device, for this `reason`.
 
         **Raises:**
 
@@ -319,15 +277,7 @@ class Leaf:
         return Decision(PartitionSpec(), reason)
 
     def skip(self, reason: str) -> Decision:
-        """Returns *no opinion*: another rule may decide.
-
-        **Arguments:**
-
-        - `reason`: why this rule has none.
-
-        **Returns:**
-
-        A `Decision` whose spec is `None`.
+        """Returns *no opinion*, for this `reason`: another rule may decide.
 
         ```python
         assert sr.Leaf("b", (8,), jnp.float32).skip("not mine").spec is None
@@ -336,12 +286,9 @@ class Leaf:
         return Decision(None, reason)
 
     def refine(self, spec: PartitionSpec, reason: str) -> Decision:
-        """Returns the decision for the whole of `spec`, on top of what is decided already.
+        """Returns the decision for the whole of `spec`, for this `reason`.
 
-        **Arguments:**
-
-        - `spec`: a PartitionSpec. A dimension that it leaves whole stays as it is decided already.
-        - `reason`: why.
+        A dimension that it leaves whole stays as it is decided already.
 
         **Raises:**
 
@@ -371,15 +318,7 @@ class Leaf:
         return Decision(make_spec(tuple(new or old for old, new in zip(current, requested, strict=True))), reason)
 
     def try_refine(self, spec: PartitionSpec, reason: str) -> Decision:
-        """As `refine`, but a conflict becomes a finding of the decision, so that a plan reports all of them at once.
-
-        **Arguments:**
-
-        - `spec`, `reason`: as for `refine`.
-
-        **Returns:**
-
-        A `Decision`; no opinion after a conflict.
+        """As `refine` with `spec` and `reason`, but a conflict is no opinion with a finding: plans report all at once.
 
         ```python
         decision = sr.Leaf("w", (8, 6), jnp.float32, spec=P("data")).try_refine(P("model"), "")
@@ -389,7 +328,7 @@ class Leaf:
         try:
             return self.refine(spec, reason)
         except RuleError as error:
-            return Decision(None, error.why, findings=(conflict(error),))
+            return undecided(error)
 
     def _so_far(self) -> str:
         parts = [] if self.spec is None else [spec_repr(self.spec)]
@@ -398,12 +337,8 @@ class Leaf:
     def error(self, rule: object, why: str, hint: str = "", *, axis: str | None = None) -> RuleError:
         """Returns the error to raise when a rule cannot decide this leaf.
 
-        **Arguments:**
-
-        - `rule`: the rule, or `None`: then the engine adds it.
-        - `why`: what is wrong, with the numbers.
-        - `hint`: what to do about it.
-        - `axis`: the mesh axis that it is about, if any.
+        It says `why`, with the numbers, and in `hint` what to do about it; `axis` is the mesh axis in question, if any.
+        For `None` as the `rule`, the engine adds the one that raised.
 
         ```python
         assert "w (8,): too small" in str(sr.Leaf("w", (8,), jnp.float32).error(None, "too small"))

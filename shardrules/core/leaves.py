@@ -62,17 +62,7 @@ class Leaves:
     calls: list[RuleCall] = attrs.field(factory=list)
 
     def select(self, positions: Sequence[int], settled: Iterable[tuple[Leaf, int]] = ()) -> "Leaves":
-        """Returns some of these leaves.
-
-        **Arguments:**
-
-        - `positions`: ascending positions in `items`.
-        - `settled`: leaves that have been decided meanwhile.
-
-        **Returns:**
-
-        The leaves at those positions.
-        """
+        """Returns the leaves at these ascending `positions`; `settled` are leaves that were decided meanwhile."""
         if len(positions) == len(self.items) and not settled:
             return self
         return Leaves(
@@ -85,16 +75,7 @@ class Leaves:
         )
 
     def replace(self, items: Iterable[Leaf]) -> "Leaves":
-        """Returns these leaves with `items` in their place: with another shape, mesh, or spec so far.
-
-        **Arguments:**
-
-        - `items`: one leaf for each of the current `items`.
-
-        **Returns:**
-
-        The new leaves.
-        """
+        """Returns these leaves with as many other `items` in their place: of another shape, mesh, or spec so far."""
         return attrs.evolve(self, items=tuple(items))
 
     def recording(self, calls: list[RuleCall]) -> "Leaves":

@@ -38,13 +38,13 @@ from shardrules.core.errors import (
     suggest,
 )
 from shardrules.core.finding import UNDECIDED_CODES, Finding, merged, plan_error, shape_text
-from shardrules.core.leaf import Decision, Leaf, rule_text
+from shardrules.core.leaf import Decision, Leaf, rule_text, undecided
 from shardrules.core.leaves import Leaves, RuleCall, Verdict
 from shardrules.core.pins import as_pinned, pinned_verdict
 from shardrules.core.spec import checked_spec, spec_code, spec_key, spec_repr
 from shardrules.core.storage import codec
 from shardrules.core.tree import PathStyle, ReadsIndex, Survey, survey, widest
-from shardrules.core.verdicts import checked_verdict, conflicts, name_rule, undecided, verdict_by_apply
+from shardrules.core.verdicts import checked_verdict, conflicts, name_rule, verdict_by_apply
 from shardrules.core.views.blocks import Blocks, blocks_of
 from shardrules.core.views.diff import Placements, PlanDiff, placements
 from shardrules.core.views.explain import explain_kind, find_kinds
@@ -62,21 +62,19 @@ class _FromFields:
     """
 
     compute: Callable[[Any], Any]
-    is_joined: bool = False
-    """The attribute joins the values of the rules inside and adds nothing."""
 
     def __get__(self, rule: Any, owner: type | None = None) -> Any:
         return self if rule is None else self.compute(rule)
 
 
-def from_fields(compute: Callable[[Any], T], *, is_joined: bool = False) -> T:
+def from_fields(compute: Callable[[Any], T]) -> T:
     """Returns a class attribute that each rule computes from its fields, unless its class assigns a value."""
-    attribute: Any = _FromFields(compute, is_joined)
+    attribute: Any = _FromFields(compute)
     return attribute
 
 
-def rules_in_fields(rule: "ShardingRule") -> tuple["ShardingRule", ...]:
-    """Returns the rules in the attributes of a rule, in order, also those inside tuples, lists and dictionaries."""
+def _rules_in_fields(rule: "ShardingRule") -> tuple["ShardingRule", ...]:
+    """The rules in the attributes of a rule, in order, also those inside tuples, lists and dictionaries."""
     names: Iterable[str] = ()
     if attrs.has(type(rule)):
         names = [field.name for field in attrs.fields(type(rule))]
@@ -84,52 +82,30 @@ def rules_in_fields(rule: "ShardingRule") -> tuple["ShardingRule", ...]:
         names = [field.name for field in dataclasses.fields(rule)]
     # Fields may be in slots; what else `__init__` of a subclass sets is not.
     # A field that `__init__` leaves for later has no value yet.
-    values = {name: getattr(rule, name, None) for name in names} | vars(rule)
-    rules: list[ShardingRule] = []
-    _add_rules(values, rules, ())
-    return tuple(rules)
+    return tuple(_rules_in({name: getattr(rule, name, None) for name in names} | vars(rule)))
 
 
-def _add_rules(container: Any, rules: list["ShardingRule"], around: tuple[int, ...]) -> None:
-    """Adds the rules in `container`; `around` has the ids of the containers around it, which it may hold in turn."""
-    around = (*around, id(container))
+def _rules_in(container: Any) -> Iterator["ShardingRule"]:
     for value in container.values() if isinstance(container, Mapping) else container:
-        if type(value) in _NO_RULES:
-            continue
         if isinstance(value, ShardingRule):
-            rules.append(value)
-        elif isinstance(value, tuple | list | Mapping) and id(value) not in around:
-            _add_rules(value, rules, around)
-
-
-_NO_RULES = (str, int, float, bool, type(None), PartitionSpec)
-"""Types of most fields: every plan looks for rules in them, and asking an abstract class takes longest."""
+            yield value
+        elif isinstance(value, tuple | list | Mapping):
+            yield from _rules_in(value)
 
 
 def inner_values(rule: "ShardingRule", name: str) -> Iterator[Any]:
-    """Yields the attribute `name` of the rules inside, and where it joins those of rules further inside, theirs."""
+    """Yields the attribute `name` of the rules inside, and of those further inside where it only joins theirs."""
     seen = {id(rule)}  # a rule may refer to the rule around it
-    parts = list(reversed(rule.parts))
-    while parts:
-        part = parts.pop()
+    parts = list(rule.parts)
+    for part in parts:
         if id(part) in seen:
             continue
         seen.add(id(part))
-        attribute = getattr(type(part), name)
-        is_joined = isinstance(attribute, _FromFields) and attribute.is_joined and name not in vars(part)
-        inner = part.parts if is_joined else ()
-        if inner:
-            parts += reversed(inner)
+        is_joined = getattr(type(part), name) is getattr(LeavesShardingRule, name) and name not in vars(part)
+        if is_joined and part.parts:
+            parts += part.parts
         else:
             yield getattr(part, name)
-
-
-def _joined_reads(rule: "ShardingRule") -> ReadsIndex:
-    return widest(list(inner_values(rule, "reads_index")) or ["value"])
-
-
-def _joined_budgets(rule: "ShardingRule") -> tuple[int, ...]:
-    return tuple(itertools.chain.from_iterable(inner_values(rule, "tree_budgets")))
 
 
 class ShardingRule(abc.ABC):
@@ -153,13 +129,15 @@ class ShardingRule(abc.ABC):
     mesh: AnyMesh | None = None
     """The rule's own mesh. It takes precedence over the one passed to `plan`, and over the one in force."""
 
-    parts: tuple["ShardingRule", ...] = from_fields(rules_in_fields)
+    parts: tuple["ShardingRule", ...] = from_fields(_rules_in_fields)
     """The rules in the fields of this one. A class that says so itself saves every plan from looking for them."""
 
     reads_index: ReadsIndex = "value"
     """The part of list indices in paths that the rule reads. `"no"` lets the engine decide equal layers once."""
 
-    tree_budgets: tuple[int, ...] = from_fields(_joined_budgets, is_joined=True)
+    tree_budgets: tuple[int, ...] = from_fields(
+        lambda rule: tuple(itertools.chain.from_iterable(inner_values(rule, "tree_budgets")))
+    )
     """Limits, in bytes per device, on all arrays of the tree together. A plan that misses one has an error."""
 
     named_axes: tuple[Axis | PartitionSpec | None, ...] = ()
@@ -175,8 +153,8 @@ class ShardingRule(abc.ABC):
 
         **Returns:**
 
-        A tree of the same structure. Python numbers get `P()`; callables and other static leaves stay what they are.
-        A leaf on which the rule has no opinion gets `P()`: `plan` shows which of the two it is.
+        A tree of the same structure. Python numbers and leaves on which the rule has no opinion get `P()`; callables
+        and other static leaves stay what they are.
 
         **Raises:**
 
@@ -269,7 +247,7 @@ class LeavesShardingRule(ShardingRule):
     ```
     """
 
-    reads_index: ReadsIndex = from_fields(_joined_reads, is_joined=True)
+    reads_index: ReadsIndex = from_fields(lambda rule: widest([*inner_values(rule, "reads_index")] or ["value"]))
     """The part of list indices in paths that the rule reads: by default as the rules in its fields, else `"value"`.
 
     A rule around others that looks at `leaf.path` itself must assign `"value"`.
@@ -277,16 +255,7 @@ class LeavesShardingRule(ShardingRule):
 
     @abc.abstractmethod
     def decide_all(self, leaves: Leaves) -> Verdict:
-        """Returns one decision for each of `leaves.items`.
-
-        **Arguments:**
-
-        - `leaves`: what to decide, and what is known of the rest of the tree.
-
-        **Returns:**
-
-        A `Verdict`.
-        """
+        """Returns one decision for each of `leaves.items`; `leaves` also has what is known of the rest of the tree."""
 
     def apply(self, pytree: Any) -> Any:
         leaves, verdict = _decide_tree(self, pytree, None, "attr")
@@ -317,15 +286,9 @@ class LeafShardingRule(LeavesShardingRule):
 
     @abc.abstractmethod
     def decide(self, leaf: Leaf) -> Decision:
-        """Returns what this rule decides for one leaf.
+        """Returns what this rule decides for one `leaf`, which has what was decided about it so far.
 
-        **Arguments:**
-
-        - `leaf`: the array, with what has been decided about it so far.
-
-        **Returns:**
-
-        `leaf.shard(dim, axis)`, `leaf.replicate(why)`, `leaf.skip(why)`, or a `Decision` of your own.
+        That is `leaf.shard(dim, axis)`, `leaf.replicate(why)`, `leaf.skip(why)`, or a `Decision` of your own.
         """
 
     def decide_all(self, leaves: Leaves) -> Verdict:
@@ -342,17 +305,7 @@ class LeafShardingRule(LeavesShardingRule):
 
 
 def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:
-    """Asks any rule about some leaves, whichever of the three ways it is written in.
-
-    **Arguments:**
-
-    - `rule`: the rule.
-    - `leaves`: the leaves.
-
-    **Returns:**
-
-    A `Verdict` whose decisions all name the rule that made them.
-    """
+    """Returns the verdict of any `rule` about some `leaves`; each decision names the rule that made it."""
     if not leaves.items:
         return Verdict(())
     # A rule with its own mesh must see that one, also inside rules that are planned for another.
@@ -372,19 +325,14 @@ def decide(rule: ShardingRule, leaves: Leaves) -> Verdict:
 
 
 def _check_reads_index(rule: ShardingRule, tree_survey: Survey) -> None:
-    """Raises for a rule that reads more of list indices than the rule around it: every layer would get one decision."""
     reads_index = rule.reads_index
-    if reads_index != tree_survey.reads_index and widest((reads_index, tree_survey.reads_index)) == reads_index:
+    if widest((reads_index, tree_survey.reads_index)) != tree_survey.reads_index:
         raise ConfigError(
             f"{rule_text(rule)} reads list indices in paths (reads_index is {reads_index!r}), and the rule "
             f"that asks it has reads_index {tree_survey.reads_index!r}, so that leaves that differ only in it get one "
             "decision. Keep the inner rule in a field of the outer one, or set "
             f"reads_index = {reads_index!r} there"
         )
-
-
-def _inner_mesh(rule: ShardingRule) -> AnyMesh | None:
-    return next((part.mesh for part in _nested(rule) if part.mesh is not None), None)
 
 
 def _nested(rule: ShardingRule) -> Iterator[ShardingRule]:
@@ -404,8 +352,8 @@ def _decide_tree(
 ) -> tuple[Leaves, Verdict]:
     # The rule's own mesh, then the one passed to `plan`, then the mesh of a rule inside.
     target_mesh = mesh if rule.mesh is None else rule.mesh
-    if target_mesh is None and rule.parts:
-        target_mesh = _inner_mesh(rule)
+    if target_mesh is None:
+        target_mesh = next((part.mesh for part in _nested(rule) if part.mesh is not None), None)
     check_mesh(target_mesh)
     in_force = current_mesh() if target_mesh is None else None
     tree_survey = survey(pytree, target_mesh, in_force=in_force, reads_index=rule.reads_index, path_style=path_style)
@@ -663,11 +611,7 @@ class ShardingPlan:
         return self.survey.unflatten(self.kind_specs, PartitionSpec())
 
     def shardings(self, mesh: AnyMesh | None = None) -> Any:
-        """Returns the tree of `NamedSharding`s, for `jax.jit`, `jax.device_put` and checkpoints.
-
-        **Arguments:**
-
-        - `mesh`: the mesh to place on; by default the plan's.
+        """Returns the tree of `NamedSharding`s on `mesh`, by default the plan's.
 
         **Raises:**
 
@@ -689,11 +633,7 @@ class ShardingPlan:
         return merged(with_templates(findings, self.survey))
 
     def check(self) -> Self:
-        """Returns the plan itself when it is sound.
-
-        **Raises:**
-
-        `PlanError`, listing every finding that is an error.
+        """Returns the plan itself when it is sound; otherwise a `PlanError` lists every finding that is an error.
 
         ```python
         try:
@@ -720,20 +660,12 @@ class ShardingPlan:
         return self.decisions[kind_index]
 
     def explain(self, path: str) -> str:
-        """Returns which rule decided a leaf, why, and what each other rule would have decided.
+        """Returns which rule decided a leaf, why, and what each other rule would have decided, as text.
 
         **Arguments:**
 
         - `path`: the path of a leaf, or a regular expression that is searched in all paths. In a plan of arguments,
-            paths may begin with the name of an argument instead of its index.
-
-        **Returns:**
-
-        A string, with one block of lines for each matching kind; of many the first.
-
-        **Raises:**
-
-        `TreeError` when nothing matches.
+            paths may begin with the name of an argument instead of its index. Nothing that matches is a `TreeError`.
         """
         sizes, leaves = mesh_sizes(self.mesh), _all_leaves(self.survey)
         matches = find_kinds(path, self._kind_by_path | dict(zip(self.named_paths, self.kind_indices, strict=True)))
@@ -753,8 +685,7 @@ class ShardingPlan:
 
         **Raises:**
 
-        `TreeError` when there is no such leaf, `NoMeshError` for a plan without a mesh, `PlanError` where its spec is
-        unsound.
+        `TreeError` without such a leaf, `NoMeshError` without a mesh, `PlanError` where the spec is unsound.
 
         ```python
         plan = sr.DimShardingRule("data", 0).plan({"w": np.ones((8, 4))}, sr.mesh_shape("data:4"))
@@ -763,13 +694,6 @@ class ShardingPlan:
         """
         decision = self.decision(path)
         return blocks_of(path, self.kinds[self._kind_by_path[path]], decision, mesh_sizes(self.mesh))
-
-    def leaf_blocks(self) -> Iterator[Blocks]:
-        """Yields which device holds which block, for each leaf in order; raises as `blocks` does."""
-        sizes = mesh_sizes(self.mesh)
-        pairs = zip(self.kinds, self.decisions, strict=True)
-        kind_blocks = [blocks_of(leaf.path, leaf, decision, sizes) for leaf, decision in pairs]
-        yield from (kind_blocks[kind_index] for kind_index in self.kind_indices)
 
     def tally(self) -> dict[str, int]:
         """Returns how many leaves each reason decided, most first: it shows a pattern that takes too many.
@@ -795,14 +719,10 @@ class ShardingPlan:
     def planned(self) -> tuple[tuple[str, tuple[int, ...], PartitionSpec], ...]:
         """Returns path, shape and spec of every leaf, with the fields of named tuples by name in its path.
 
-        **Raises:**
-
-        `TreeError` for a plan with `path_style="index"` that was read from JSON without its tree.
+        A plan with `path_style="index"` that was read from JSON without its tree raises a `TreeError`.
         """
-        kinds = list(zip(self.kinds, self.kind_specs, strict=True))
-        return tuple(
-            (path, kinds[kind_index][0].shape, kinds[kind_index][1]) for path, kind_index in self._attr_paths()
-        )
+        specs = self.kind_specs
+        return tuple((path, self.kinds[kind].shape, specs[kind]) for path, kind in self._attr_paths())
 
     def _attr_paths(self) -> Iterator[tuple[str, int]]:
         """Each path, with the fields of named tuples by name, and the index of its kind."""
@@ -822,13 +742,8 @@ class ShardingPlan:
     def mirror(self, pytree: Any) -> "ShardingPlan":
         """Returns the plan for an optimizer state, for gradients or for an average of what is planned here.
 
-        **Arguments:**
-
-        - `pytree`: `optim.init(params)`, or `jax.eval_shape` of it.
-
-        **Returns:**
-
-        A plan for the same mesh, and with the same path style; raises as `planned`.
+        `pytree` is `optim.init(params)`, or `jax.eval_shape` of it. The plan has the same mesh and path style; it
+        raises as `planned`.
 
         ```python
         import optax
@@ -858,17 +773,12 @@ class ShardingPlan:
 
     @staticmethod
     def from_json(text: str, tree: Any = None) -> "ShardingPlan":
-        """Returns the plan that `to_json` wrote.
+        """Returns a plan equal to the one that `to_json` wrote as `text`.
 
         **Arguments:**
 
-        - `text`: the JSON.
         - `tree`: the tree it is for. Without it the plan has no `specs`, but can be compared, printed and used as a
             rule: JSON cannot say how an Equinox module is built.
-
-        **Returns:**
-
-        A plan equal to the saved one.
 
         **Raises:**
 
@@ -887,16 +797,9 @@ class ShardingPlan:
         return plan if tree is None else plan.bind(tree, dtypes=True)
 
     def bind(self, tree: Any, *, dtypes: bool = False) -> "ShardingPlan":
-        """Returns this plan for another tree of the same paths and shapes: new values, or the tree of a plan from JSON.
+        """Returns this plan for another `tree` of the same paths and shapes: new values, or that of a plan from JSON.
 
-        **Arguments:**
-
-        - `tree`: arrays, or their shapes.
-        - `dtypes`: whether the dtypes must be the planned ones, too.
-
-        **Returns:**
-
-        A plan whose `specs` have the structure of `tree`.
+        With `dtypes`, the dtypes must be the planned ones, too.
 
         **Raises:**
 

@@ -247,14 +247,7 @@ def spec_key(value: Any) -> Any:
 
 
 def spec_code(value: Any) -> str:
-    """Returns the repr of a value that holds PartitionSpecs, as code that evaluates to it again.
-
-    ```python
-    from shardrules.core.spec import spec_code
-
-    assert spec_code((("norm", P()), ("w", P("data")))) == "(('norm', P()), ('w', P('data')))"
-    ```
-    """
+    """Returns the repr of a value that holds PartitionSpecs, as code that evaluates to it again."""
     if isinstance(value, PartitionSpec):
         return spec_repr(value)
     if isinstance(value, tuple):

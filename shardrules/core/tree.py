@@ -8,7 +8,6 @@ kind of each leaf, and a small graph from which every path can be spelled out la
 """
 
 import array
-import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias, final, get_args
 
@@ -47,7 +46,6 @@ _registry = jtu.default_registry
 _NOT_NUMBERS = (np.void, np.object_, np.character, np.datetime64, np.timedelta64, str)
 """The types of arrays that JAX cannot hold. `float0`, the type of gradients of integers, is a `np.void`."""
 
-_get_sharding = operator.attrgetter("sharding")
 _NOT_ARRAY = 0
 """The code of leaves that are not arrays; the others are indices of `(shape, dtype, axes)`."""
 
@@ -80,27 +78,20 @@ class Survey:
 
     kinds: tuple[Leaf, ...]
     """One leaf for each kind, with the path of the first leaf of the kind."""
-
     kind_of: Sequence[int]
     """For each leaf of the tree, in order, the index of its kind, or -1 for what is not an array."""
-
     treedef: Any
     """The structure of the tree, with boxes as leaves; `None` for a plan from JSON without its tree."""
-
     carried: tuple[tuple[int, Any], ...]
     """Position and value of every leaf that is neither array nor number."""
-
     numbers: tuple[tuple[int, Any], ...]
     """Position and value of every Python number."""
-
     root: Any
     """The graph that spells out paths."""
-
     mesh: AnyMesh | None = None
     reads_index: ReadsIndex = "value"
     has_slashes: bool = False
     """A key has a slash or is empty, so that two leaves may have the same path."""
-
     path_style: PathStyle = "attr"
 
     def paths(self) -> tuple[str, ...]:
@@ -196,14 +187,6 @@ def widest(reads: Iterable[ReadsIndex]) -> ReadsIndex:
     return _READS[max(map(_READS.index, reads), default=0)]
 
 
-def _key_text(key: Any) -> str:
-    if isinstance(key, jtu.DictKey | jtu.FlattenedIndexKey):
-        return str(key.key)
-    if isinstance(key, jtu.SequenceKey):
-        return str(key.idx)
-    return key.name if isinstance(key, jtu.GetAttrKey) else str(key)
-
-
 def array_kind(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
     """Returns shape and dtype of what has both and what JAX can hold; `None` for numbers, callables and the rest."""
     if isinstance(leaf, type):  # a scalar type such as np.float32 has both, as descriptors
@@ -220,7 +203,7 @@ def array_kind(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
 
 
 def _classify(leaves: list[Any], box: type | None) -> tuple[list[int], list[Any], list[tuple[int, Any]]]:
-    """Returns a code for each leaf, the shape, dtype and axes of each code, and the leaves that are not arrays."""
+    """A code for each leaf, the shape, dtype and axes of each code, and the leaves that are not arrays."""
     codes: dict[Hashable, int] = {}
     code_arrays: list[Any] = [None]
     leaf_codes: list[int] = []
@@ -251,14 +234,10 @@ def _classify(leaves: list[Any], box: type | None) -> tuple[list[int], list[Any]
 
 
 def _mesh_of(leaves: list[Any], box: type | None) -> AnyMesh | None:
-    """Returns the mesh that the arrays are on; `None` if they are on none, or on several."""
+    """The mesh that the arrays are on; `None` if they are on none, or on several."""
     values = leaves if box is None else [unboxed(leaf, box)[0] for leaf in leaves]
-    try:
-        shardings = list(map(_get_sharding, values))
-    except AttributeError:  # many kinds of leaves have none
-        shardings = [getattr(value, "sharding", None) for value in values]
     mesh: AnyMesh | None = None
-    for sharding in filter(None, shardings):
+    for sharding in [getattr(value, "sharding", None) for value in values]:
         if not isinstance(sharding, NamedSharding) or sharding.mesh is mesh:
             continue
         if mesh is not None and sharding.mesh != mesh:
@@ -298,8 +277,7 @@ def _survey_leaves(
     path_style: PathStyle,
     box: type | None,
 ) -> Survey:
-    is_box: Callable[[Any], bool] | None = None if box is None else lambda node: isinstance(node, box)
-    flat, treedef = jtu.tree_flatten(tree, is_leaf=is_box)
+    flat, treedef = jtu.tree_flatten(tree, is_leaf=None if box is None else lambda node: isinstance(node, box))
     codes, code_arrays, others = _classify(flat, box)
     if mesh is None:
         leaf_mesh = _mesh_of(flat, box)
@@ -384,7 +362,10 @@ class _Walker:
                 # With the codes of its leaves as bytes, comparing two siblings of a thousand leaves is one comparison.
                 mark = "#" if self.reads_index == "no" else "#" * len(name)
                 sibling_key = (mark, part, self.packed_codes[start : start + count].tobytes())
-                sibling = _lookup(walked, sibling_key)
+                try:
+                    sibling = walked.get(sibling_key)
+                except (TypeError, ValueError):  # a module's static field without a hash, or with an unusual equality
+                    sibling_key = None
             if sibling is not None:
                 first, child_node = sibling
                 self.kind_of[start : start + count] = self.kind_of[first : first + count]
@@ -394,7 +375,7 @@ class _Walker:
                 else:
                     child_node = self.walk(child, part, start, path + name, template + mark)
                 if sibling_key is not None:
-                    _remember(walked, sibling_key, (start, child_node))
+                    walked[sibling_key] = start, child_node
             keys.append(name)
             nodes.append(child_node)
             start += count
@@ -415,34 +396,14 @@ class _Walker:
             return fields if self.path_style == "attr" else list(map(str, range(len(node)))), node
         # Modules, dataclasses and other registered containers.
         pairs = _registry.flatten_one_level_with_keys(node)[0]
-        return [_key_text(key) for key, _ in pairs], [child for _, child in pairs]
-
-
-def _lookup(walked: dict[Hashable, tuple[int, Any]], key: Hashable) -> tuple[int, Any] | None:
-    try:
-        return walked.get(key)
-    except (TypeError, ValueError):  # a module's static field without a hash, or with an unusual equality
-        return None
-
-
-def _remember(walked: dict[Hashable, tuple[int, Any]], key: Hashable, value: tuple[int, Any]) -> None:
-    try:
-        walked[key] = value
-    except (TypeError, ValueError):  # as above: such siblings are walked one by one
-        return
+        return [jtu.keystr((key,), simple=True) for key, _ in pairs], [child for _, child in pairs]
 
 
 def leaf_paths(tree: Any, path_style: PathStyle = "attr") -> tuple[str, ...]:
-    """Returns the path of every leaf of `tree`, in the order in which JAX flattens it.
+    """Returns the path of every leaf of `tree`, in the order in which JAX flattens it, numbers and callables included.
 
-    **Arguments:**
-
-    - `tree`: any pytree.
-    - `path_style`: `"attr"` names the fields of named tuples (`0/mu/w`), `"index"` counts them (`0/1/w`).
-
-    **Returns:**
-
-    A tuple of paths, numbers and callables included.
+    With the `path_style` `"attr"` paths name the fields of named tuples (`0/mu/w`), with `"index"` they count them
+    (`0/1/w`).
 
     ```python
     assert sr.leaf_paths({"a": [1.0, {"b": 2.0}]}) == ("a/0", "a/1/b")

@@ -8,15 +8,10 @@ from jax.sharding import PartitionSpec
 
 from shardrules.core.errors import ConfigTypeError, PlanError, RuleError, SpecError
 from shardrules.core.finding import UNDECIDED_CODES, Finding
-from shardrules.core.leaf import Decision, Leaf, conflict, rule_text
+from shardrules.core.leaf import Decision, Leaf, conflict, rule_text, undecided
 from shardrules.core.leaves import Leaves, Verdict
 from shardrules.core.spec import canonical, checked_spec
 from shardrules.core.tree import flatten_specs
-
-
-def undecided(error: RuleError) -> Decision:
-    return Decision(None, error.why, findings=(conflict(error),))
-
 
 _RAISED_BY = "raised by the rule "
 

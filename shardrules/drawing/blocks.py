@@ -4,13 +4,13 @@ The last two dimensions are a sheet; blocks along other dimensions are sheets be
 dimension only the first ones and the last are drawn, with an ellipsis between them.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
 from typing import final
 
 import attrs
+import numpy as np
 
 from shardrules.core.views.blocks import Block, Blocks, ranges
 from shardrules.drawing.picture import PALETTE, Box, Mark, Picture, Words, label_width
@@ -65,13 +65,13 @@ class _Drawing:
 
     def _headings(self) -> list[str]:
         """The rows and the columns of a sheet, in words."""
-        names = [("columns", len(self.blocks.dims) - 1), ("rows", len(self.blocks.dims) - 2)]
         headings = []
-        for name, dim in names:
+        for name, back in (("rows", 2), ("columns", 1)):
+            dim = len(self.blocks.dims) - back
             if dim >= 0:
                 axes = ", ".join(self.blocks.dims[dim][1])
                 headings.append(f"{name}: dim {dim} over {axes}" if axes else f"{name}: dim {dim}")
-        return headings[::-1]
+        return headings
 
     def _caption(self, sheet_index: int) -> str:
         """The part of the dimensions before the last two that a sheet is; empty if they are whole."""
@@ -98,11 +98,7 @@ class _Drawing:
 
     def _outer_index(self, sheet_index: int) -> tuple[int, ...]:
         """The index of a sheet along each of the dimensions before the last two."""
-        index: list[int] = []
-        for count in reversed(self.blocks.counts[:-2]):
-            sheet_index, position = divmod(sheet_index, count)
-            index.insert(0, position)
-        return tuple(index)
+        return tuple(map(int, np.unravel_index(sheet_index, self.blocks.counts[:-2])))
 
     def _sheet_marks(
         self, sheet: "_Sheet", outer_index: tuple[int, ...], x: float, y: float, *, with_row_labels: bool
@@ -149,9 +145,7 @@ class _Drawing:
         if math.prod(size for _, size in self.blocks.mesh) <= len(PALETTE):
             return block.devices[0]
         if block_count <= len(PALETTE):
-            return functools.reduce(
-                lambda row, pair: row * pair[1] + pair[0], zip(block.index, self.blocks.counts, strict=True), 0
-            )
+            return int(np.ravel_multi_index(block.index, self.blocks.counts))
         # Steps that are odd: of the 8 colours, no two neighbours along any dimension get the same.
         return sum(position * (2 * back + 1) for back, position in enumerate(reversed(block.index)))
 

@@ -110,32 +110,14 @@ class Picture:
             if isinstance(mark, Box):
                 corner = (mark.x, mark.y)
                 ax.add_patch(Rectangle(corner, mark.width, mark.height, fc=_fill(mark), ec="white", lw=0.8))
-                middle = mark.x + mark.width / 2, mark.y + mark.height / 2
-                ax.text(
-                    *middle,
-                    mark.shown_label,
-                    ha="center",
-                    va="center",
-                    size=7,
-                    color=INK,
-                    clip_on=True,
-                    parse_math=False,
-                )
+                style = {"ha": "center", "va": "center", "size": 7, "color": INK, "clip_on": True, "parse_math": False}
+                ax.text(mark.x + mark.width / 2, mark.y + mark.height / 2, mark.shown_label, **style)
             elif isinstance(mark, Words):
                 side = {"start": "left", "middle": "center", "end": "right"}[mark.anchor]
-                ax.text(
-                    mark.x,
-                    mark.y,
-                    mark.text,
-                    ha=side,
-                    va="baseline",
-                    size=7,
-                    parse_math=False,
-                )
+                ax.text(mark.x, mark.y, mark.text, ha=side, va="baseline", size=7, parse_math=False)
             else:
-                ax.plot(
-                    *zip(*mark.points, strict=True), lw=mark.width, color="#333333", marker="o" if mark.dots else ""
-                )
+                marker = "o" if mark.dots else ""
+                ax.plot(*zip(*mark.points, strict=True), lw=mark.width, color="#333333", marker=marker)
         return ax.figure
 
     def _repr_html_(self) -> str:

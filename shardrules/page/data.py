@@ -44,27 +44,8 @@ class Part:
     prefix: str = ""
 
 
-@final
-@attrs.frozen
-class Origin:
-    """The origin of a page: the command, and the rules as text."""
-
-    command: str = ""
-    rules: str = ""
-
-
-@final
-@attrs.frozen
-class Results:
-    """Further results on a page: an audit, an autoplan, a training plan."""
-
-    audit: AuditReport | None = None
-    planned: AutoPlanReport | None = None
-    training: TrainingPlanReport | None = None
-
-
-def page_data(title: str, parts: Sequence[Part], results: Results, origin: Origin) -> dict[str, Any]:
-    """Returns everything that the page shows as plain values. The first of `parts` is the model."""
+def page_data(parts: Sequence[Part]) -> dict[str, Any]:
+    """Returns what the page shows of plans, as plain values. The first of `parts` is the model."""
     first = parts[0].plan
     sizes = mesh_sizes(first.mesh)
     memories = [part.plan.memory() for part in parts]
@@ -89,9 +70,6 @@ def page_data(title: str, parts: Sequence[Part], results: Results, origin: Origi
             for row, size in zip(part.plan.rows, sizes_of_rows, strict=True)
         ]
     return {
-        "title": title,
-        "command": origin.command,
-        "rules": origin.rules,
         "mesh": list(sizes.items()),
         "device_count": math.prod(sizes.values()),
         "totals": {
@@ -106,9 +84,6 @@ def page_data(title: str, parts: Sequence[Part], results: Results, origin: Origi
         "treemap": _treemap_data(treemap(paths, leaf_bytes, WIDTH, HEIGHT)),
         "drawings": drawings.svgs,
         "findings": [finding_to_json(finding) for part in parts for finding in _findings(part)],
-        "audit": None if results.audit is None else _audit_data(results.audit),
-        "autoplan": None if results.planned is None else _autoplan_data(results.planned),
-        "training": None if results.training is None else _training_data(results.training),
     }
 
 
@@ -172,7 +147,7 @@ def _treemap_data(tiles: Treemap) -> dict[str, Any]:
     }
 
 
-def _audit_data(report: AuditReport) -> dict[str, Any]:
+def audit_data(report: AuditReport) -> dict[str, Any]:
     return {
         "name": report.name,
         "target": str(report.target),
@@ -221,7 +196,7 @@ def _axes_data(axes: str, report: AuditReport) -> dict[str, Any]:
     return {"axes": axes, "count": count, "wire_bytes": sent, "kinds": kinds}
 
 
-def _autoplan_data(report: AutoPlanReport) -> dict[str, Any]:
+def autoplan_data(report: AutoPlanReport) -> dict[str, Any]:
     sent = ", ".join(f"{kind} {bytes_text(amount)}" for kind, amount in report.sent_bytes if amount) or "nothing"
     return {
         "name": report.name,
@@ -254,7 +229,7 @@ def _schedule_data(schedule: PipelineSchedule | None) -> dict[str, str] | None:
     return {"svg": schedule.picture().to_svg() if is_drawn else "", "label": schedule.summary}
 
 
-def _training_data(report: TrainingPlanReport) -> dict[str, Any]:
+def training_data(report: TrainingPlanReport) -> dict[str, Any]:
     return {
         "name": report.name,
         "cluster": report.cluster,

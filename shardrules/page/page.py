@@ -7,7 +7,7 @@ from typing import Any
 from shardrules.core.axes import mesh_text
 from shardrules.core.errors import printable, printable_text
 from shardrules.core.rule import ShardingPlan, ShardingRule
-from shardrules.page.data import Origin, Part, Results, page_data
+from shardrules.page.data import Part, audit_data, autoplan_data, page_data, training_data
 from shardrules.page.frame import asset, framed
 from shardrules.page.rules import rules_text
 from shardrules.programs.audits.report import AuditReport
@@ -53,10 +53,16 @@ def report_page(
     # Paths of the state get a prefix, so that no two arrays share one.
     parts = [Part(plan), *([] if state is None else [Part(state, "optimizer/")])]
     heading = title or f"A plan for {mesh_text(plan.mesh)}"
-    data = _shown(
-        page_data(heading, parts, Results(audit, planned, training), Origin(command, rules_text(plan, rules)))
-    )
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    data = {
+        "title": heading,
+        "command": command,
+        "rules": rules_text(plan, rules),
+        **page_data(parts),
+        "audit": None if audit is None else audit_data(audit),
+        "autoplan": None if planned is None else autoplan_data(planned),
+        "training": None if training is None else training_data(training),
+    }
+    text = json.dumps(_shown(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     scripts = ("numbers.js", "theme.js", "page.js")
     return framed(heading, asset("report.html"), skip="arrays", scripts=scripts, data=text)
 

@@ -110,13 +110,7 @@ class RegexShardingRule(LeavesShardingRule):
     min_size: int = attrs.field(default=0, converter=integer("min_size", 0))
     parts = from_fields(lambda rule: rule._inner_rules)
     named_axes = from_fields(lambda rule: tuple(value for _, value in rule.rules if isinstance(value, PartitionSpec)))
-    reads_index = from_fields(
-        lambda rule: (
-            widest([rule._patterns_read_index, *inner_values(rule, "reads_index")])
-            if rule.parts
-            else rule._patterns_read_index
-        )
-    )
+    reads_index = from_fields(lambda rule: widest([rule._patterns_read_index, *inner_values(rule, "reads_index")]))
 
     @functools.cached_property
     def _inner_rules(self) -> tuple[ShardingRule, ...]:

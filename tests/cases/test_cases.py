@@ -5,6 +5,7 @@ shardrules should do instead (`desired_in_shardrules`), the check asserts that.
 """
 
 import ast
+import contextlib
 import functools
 import json
 import math
@@ -45,15 +46,6 @@ def check(*case_ids: str) -> Callable[[Callable[[Case], None]], Callable[[Case],
         return function
 
     return register
-
-
-@pytest.mark.parametrize("case_id", sorted(CASES))
-def test_case(case_id: str) -> None:
-    CHECKS[case_id](CASES[case_id])
-
-
-def test_every_case_is_tested() -> None:
-    assert sorted(CHECKS) == sorted(CASES)
 
 
 # ---- from the file's notation to values, and back ----
@@ -143,19 +135,41 @@ def arguments(case: Case, function: str) -> tuple[list[Any], dict[str, Any]]:
     raise AssertionError(f"{case['id']}: no call of {function} in {case['call']!r}")
 
 
+def first(case: Case, function: str) -> Any:
+    """The first of the literal arguments of a call."""
+    return arguments(case, function)[0][0]
+
+
+def shapes_in(case: Case) -> list[tuple[int, ...]]:
+    return [ast.literal_eval(text) for text in re.findall(r"\(\d[\d,]*\)", case["call"])]
+
+
+def tokens_in(case: Case) -> list[Any]:
+    """The logical axes of `[BATCH,HEAD]`: tokens are exported under the names which the file writes."""
+    text = re.findall(r"\[(.*?)\]", case["call"])[0]
+    return [getattr(eformer, name.strip()) for name in text.split(",")]
+
+
+def adam_of(kernel: jax.ShapeDtypeStruct) -> Any:
+    return jax.eval_shape(optax.adam(1e-3).init, {"w": {"kernel": kernel}})
+
+
+def shape_of(mesh: Mesh) -> dict[str, Any]:
+    return {"axis_names": list(mesh.axis_names), "shape": list(mesh.shape.values())}
+
+
+def devices_of(case: Case) -> Mesh:
+    """The mesh of the case, on devices."""
+    sizes = case["mesh"]
+    return Mesh(np.array(jax.devices()).reshape(*sizes.values()), tuple(sizes))
+
+
 def names_all(*parts: object) -> str:
     """A pattern that finds every part, in any order."""
     return "(?s)" + "".join(f"(?=.*{re.escape(str(part))})" for part in parts)
 
 
 # ---- E: rules by path, and the helpers around specs ----
-
-
-@check("E01")
-def _e01(case: Case) -> None:
-    rules = [(pattern, decode(spec)) for pattern, spec in case["inputs"]["rules"]]
-    specs = eformer.match_partition_rules(rules, tree_of(case["inputs"]["tree"]))
-    assert encode(specs) == case["expected"]
 
 
 @check("E02")
@@ -167,45 +181,6 @@ def _e02(case: Case) -> None:
         encode(eformer.match_partition_rules(rules, tree, min_size=case["inputs"]["MIN_SHARDING_SIZE"]))
         == case["expected"]
     )
-
-
-@check("E03", "E05", "E06")
-def _e03(case: Case) -> None:
-    (rules, _), _ = arguments(case, "match_partition_rules")
-    assert encode(eformer.match_partition_rules(rules, tree_of(case["inputs"]["tree"]))) == case["expected"]
-
-
-@check("E04")
-def _e04(case: Case) -> None:
-    (rules, _), _ = arguments(case, "match_partition_rules")
-    with pytest.raises(ValueError, match=re.escape(case["expected"]["message_contains"])):
-        eformer.match_partition_rules(rules, tree_of(case["inputs"]["tree"]))
-
-
-@check("E09")
-def _e09(case: Case) -> None:
-    (rules, *_), _ = arguments(case, "match_partition_rules")
-    leaf = f32(*case["inputs"]["shapes"])
-    assert encode(eformer.match_partition_rules(rules, {"layers": [{"w": leaf}, {"w": leaf}]})) == case["expected"]
-
-
-@check("E10")
-def _e10(case: Case) -> None:
-    state = jax.eval_shape(optax.adam(1e-3).init, {"w": {"kernel": f32(256, 256)}})
-    assert list(sr.leaf_paths(state, "attr")) == case["expected"]
-
-
-def devices_of(case: Case) -> Mesh:
-    """The mesh of the case, on devices."""
-    sizes = case["mesh"]
-    return Mesh(np.array(jax.devices()).reshape(*sizes.values()), tuple(sizes))
-
-
-@check("E23")
-def _e23(case: Case) -> None:
-    with jax.set_mesh(devices_of(case)):
-        array = sr.with_sharding_constraint(jnp.ones((8, 8)), P("dp", "tp"))
-    assert encode(array.sharding.spec) == case["expected"]
 
 
 @check("E24")
@@ -258,20 +233,6 @@ def _u01(case: Case) -> None:
     assert [encode(array.sharding.spec) for array in arrays] == [*first, ["dp", "tp"]]
 
 
-@check("U02")
-def _u02(case: Case) -> None:
-    with jax.set_mesh(devices_of(case)):
-        split = sr.with_sharding_constraint(jnp.ones((8, 8)), P("dp", "tp"))
-        assert encode(sr.with_sharding_constraint(split, P()).sharding.spec) == case["expected"]
-
-
-@check("U03")
-def _u03(case: Case) -> None:
-    with jax.set_mesh(devices_of(case)):
-        array = jax.jit(lambda a: sr.with_sharding_constraint(a * 2, P("dp", "tp")))(jnp.ones((8, 8)))
-    assert encode(array.sharding.spec) == case["expected"]
-
-
 @check("B30")
 def _b30(case: Case) -> None:
     sharding = NamedSharding(devices_of(case), P("data", "model"))
@@ -302,13 +263,6 @@ def _e12(case: Case) -> None:
     assert sorted(sr.specs.get_names_from_partition_spec(specs)) == case["expected"]
 
 
-@check("E30")
-def _e30(case: Case) -> None:
-    (text, _), _ = arguments(case, "create_pattern_based_partition_spec")
-    spec = eformer.create_pattern_based_partition_spec(text, mesh_of(case))("hidden", f32(8, 8))
-    assert encode(spec) == case["expected"]
-
-
 @check("E31")
 def _e31(case: Case) -> None:
     tree = {"a": f32(8, 16), "s": f32(3)}
@@ -320,61 +274,7 @@ def _e31(case: Case) -> None:
     assert analysis["partition_stats"]
 
 
-@check("E34")
-def _e34(case: Case) -> None:
-    class Carrier:
-        sharding = P("dp")
-
-    result = sr.specs.extract_shardings({"a": Carrier()}, mesh_of(case))["a"]
-    assert isinstance(result, NamedSharding)
-    assert {"mesh": dict(result.mesh.shape), "spec": encode(result.spec)} == case["expected"]["a"]
-
-
-@check("E36")
-def _e36(case: Case) -> None:
-    with pytest.raises(ValueError, match=case["expected"]["message_contains"]):
-        sr.specs.get_partition_spec({"b": np.zeros(3)})
-
-
-@check("E38")
-def _e38(case: Case) -> None:
-    _, fields = arguments(case, "PartitionAxis")
-    axes = eformer.PartitionAxis(**fields)
-    assert {name: encode(getattr(axes, name)) for name in case["expected"]} == case["expected"]
-
-
 # ---- H: rule objects and the analyzer ----
-
-
-@check("H01")
-def _h01(case: Case) -> None:
-    _, fields = arguments(case, "AutoShardingRule")
-    rule = sr.AutoShardingRule(mesh_of(case), **fields)
-    assert encode(rule.apply({"a": f32(8, 16), "s": f32(), "v": f32(7)})) == case["expected"]
-
-
-@check("H02")
-def _h02(case: Case) -> None:
-    assert encode(sr.AutoShardingRule(mesh_of(case)).apply({"a": f32(7), "b": f32(2, 4)})) == case["expected"]
-
-
-@check("H05")
-def _h05(case: Case) -> None:
-    assert encode(sr.AutoShardingRule(mesh_of(case)).apply({"a": f32(8, 8)})) == case["expected"]
-
-
-@check("H06")
-def _h06(case: Case) -> None:
-    (patterns,), _ = arguments(case, "ShapeBasedShardingRule")
-    tree = {"e": f32(32000, 1024), "b": f32(1024), "t": f32(2, 3, 1024)}
-    assert encode(sr.ShapeBasedShardingRule(patterns).apply(tree)) == case["expected"]
-
-
-@check("H08")
-def _h08(case: Case) -> None:
-    limits = [int(text) for text in case["call"].rpartition("limit ")[2].split(",")]
-    specs = [sr.MemoryConstrainedShardingRule(limit, mesh_of(case)).apply({"a": f32(32, 32)})["a"] for limit in limits]
-    assert encode(specs) == case["expected"]
 
 
 @check("H10")
@@ -384,15 +284,6 @@ def _h10(case: Case) -> None:
     # Desired: an axis of size 1 saves nothing, so it is not spent.
     assert case["desired_in_shardrules"].startswith("['fsdp', null]")
     assert encode(spec) == ["fsdp", None]
-
-
-@check("H11")
-def _h11(case: Case) -> None:
-    rule = sr.CompositeShardingRule(
-        sr.ShapeBasedShardingRule({(None, 1024): P("tp")}),
-        sr.MemoryConstrainedShardingRule(16, mesh_of(case)),
-    )
-    assert encode(rule.apply({"e": f32(32000, 1024), "w": f32(64, 64)})) == case["expected"]
 
 
 @check("H12")
@@ -405,16 +296,6 @@ def _h12(case: Case) -> None:
     assert encode(sr.CompositeShardingRule(*rules).apply({"w": f32(64, 64)})) == {"w": []}
     literal = sr.CompositeShardingRule(*rules, empty_is_opinion=False)
     assert encode(literal.apply({"w": f32(64, 64)})) == case["expected"]
-
-
-@check("H13")
-def _h13(case: Case) -> None:
-    mesh = mesh_of(case)
-    rule = sr.CompositeShardingRule(
-        sr.AutoShardingRule(mesh, axis_names=["tp"], min_shard_size=1),
-        sr.AutoShardingRule(mesh, axis_names=["dp"], min_shard_size=1),
-    )
-    assert encode(rule.apply({"w": f32(6, 10)})) == case["expected"]
 
 
 @check("H14")
@@ -440,89 +321,15 @@ def _h15(case: Case) -> None:
             assert "'zz'" in issues[0]
 
 
-@check("H16")
-def _h16(case: Case) -> None:
-    usage = sr.ShardingAnalyzer(mesh_of(case)).estimate_memory_usage({"a": f32(8, 16)}, {"a": P("dp", "tp")})
-    assert {key: usage[key] for key in case["expected"]} == case["expected"]
-
-
-@check("H17")
-def _h17(case: Case) -> None:
-    tree = {"a": f32(8, 16), "b": f32(16)}
-    usage = sr.ShardingAnalyzer(mesh_of(case)).estimate_memory_usage(tree, {"a": P(("dp", "tp")), "b": P()})
-    assert {key: usage[key] for key in case["expected"]} == case["expected"]
-
-
 # ---- U: logical axes, and shardings that are worked out ----
-
-
-def _tokens(text: str) -> list[Any]:
-    """The logical axes of `[BATCH,HEAD]`: tokens are exported under the names which the file writes."""
-    return [getattr(eformer, name.strip()) for name in text.strip("[]").split(",")]
-
-
-@check("U04", "U05")
-def _u04(case: Case) -> None:
-    axes = _tokens(re.findall(r"\[.*?\]", case["call"])[0])
-    mode = getattr(eformer, re.findall(r"MODE_\w+", case["call"])[0])
-    assert encode(eformer.PartitionAxis().resolve_spec(axes, mode)) == case["expected"]
-
-
-@check("U06")
-def _u06(case: Case) -> None:
-    _, fields = arguments(case, "PartitionAxis")
-    manager = eformer.PartitionManager(eformer.PartitionAxis(**fields))
-    shapes = [ast.literal_eval(text) for text in re.findall(r"\(\d[\d,]*\)", case["call"])]
-    specs = [manager.resolve(eformer.HiddenStateSharding, shape=shape) for shape in shapes]
-    assert encode(specs) == case["expected"]
-
-
-@check("U07")
-def _u07(case: Case) -> None:
-    manager = eformer.PartitionManager(eformer.PartitionAxis())
-    names = case["call"].rpartition("(")[2].rstrip(")").split("|")
-    assert encode([manager.resolve(getattr(eformer, name)) for name in names]) == case["expected"]
 
 
 @check("U08")
 def _u08(case: Case) -> None:
-    axes = _tokens(re.findall(r"\[.*?\]", case["call"])[0])
+    axes = tokens_in(case)
     # Desired: an error that names both logical axes and the mesh axis they share.
     with pytest.raises(ValueError, match=names_all("HEAD", "EMBED", "'tp'")):
         eformer.PartitionAxis().resolve_spec(axes, eformer.MODE_TRAIN)
-
-
-@check("U11")
-def _u11(case: Case) -> None:
-    pairs = re.findall(r"register\('(\w+)','(\w+)'\)", case["call"])
-    axes = eformer.PartitionAxis()
-    # Registering gives a new value here: nothing of the process changes.
-    for name, rule in pairs:
-        axes = axes.register(name, rule)
-    with pytest.raises(ValueError, match=case["expected"]["message_contains"]):
-        axes.resolve_spec(["__A__"], eformer.MODE_TRAIN)
-
-
-@check("U12")
-def _u12(case: Case) -> None:
-    shapes = [ast.literal_eval(text) for text in re.findall(r"\(\d[\d,]*\)", case["call"])]
-    assert encode([eformer.auto_partition_spec(f32(*shape), mesh_of(case)) for shape in shapes]) == case["expected"]
-
-
-@check("U13")
-def _u13(case: Case) -> None:
-    shape = ast.literal_eval(re.findall(r"\(\d[\d,]*\)", case["call"])[0])
-    choices = case["call"].partition("names=")[2].removesuffix(")").split(" | ")
-    specs = [
-        eformer.auto_partition_spec(f32(*shape), mesh_of(case), names=ast.literal_eval(names)) for names in choices
-    ]
-    assert encode(specs) == case["expected"]
-
-
-@check("U14")
-def _u14(case: Case) -> None:
-    (shape,), fields = arguments(case, "auto_partition_spec")
-    assert encode(eformer.auto_partition_spec(f32(*shape), mesh_of(case), **fields)) == case["expected"]
 
 
 # ---- B: strategies of (pattern, ops) ----
@@ -537,13 +344,6 @@ def _strategy(case: Case) -> list[tuple[str, str]]:
     return strategy
 
 
-@check("B01", "B03", "B04", "B06", "B07", "B09", "B11", "B12")
-def _b01(case: Case) -> None:
-    shardings = big_vision.infer_sharding(_params(case), _strategy(case), mesh_of(case))
-    assert all(isinstance(leaf, NamedSharding) for leaf in jax.tree.leaves(shardings))
-    assert encode(shardings) == case["expected"]
-
-
 @check("B05")
 def _b05(case: Case) -> None:
     assert encode(big_vision.infer_sharding(_params(case), _strategy(case), mesh_of(case))) == case["expected"]
@@ -551,12 +351,6 @@ def _b05(case: Case) -> None:
     plan = sr.RegexShardingRule(_strategy(case), match="fullmatch").plan(_params(case), mesh_of(case))
     assert any(finding.path == "a" for finding in plan.findings)
     assert re.search(names_all("1023", "2047", "data"), str(plan.explain("a")))
-
-
-@check("B08")
-def _b08(case: Case) -> None:
-    with pytest.raises(ValueError, match=re.escape(case["expected"]["message_contains"])):
-        big_vision.infer_sharding(_params(case), _strategy(case), mesh_of(case))
 
 
 @check("B13")
@@ -574,12 +368,6 @@ def _b15(case: Case) -> None:
         big_vision.infer_sharding({"block": {"kernel": _params(case)["a"]}}, _strategy(case), mesh_of(case))
 
 
-@check("B16")
-def _b16(case: Case) -> None:
-    params = {"a": {"k": f32(4, 8), "b": f32(8)}}
-    assert encode(big_vision.infer_sharding(params, _strategy(case), mesh_of(case))) == case["expected"]
-
-
 @check("B18")
 def _b18(case: Case) -> None:
     ops = ("replicate", "fsdp", "shard_dim", "logical_partitioning")
@@ -588,12 +376,6 @@ def _b18(case: Case) -> None:
     # Desired: close matches too. "foo" is close to nothing.
     with pytest.raises(KeyError, match=r"did you mean 'shard_dim'\?"):
         big_vision.infer_sharding(_params(case), [("zzz", "shard_dims('model', 0)")], mesh_of(case))
-
-
-@check("B20")
-def _b20(case: Case) -> None:
-    with pytest.raises(sr.errors.PatternError, match=case["expected"]["message_contains"]):
-        big_vision.infer_sharding(_params(case), _strategy(case), mesh_of(case))
 
 
 def _boxed(*names: str) -> nn.LogicallyPartitioned:
@@ -619,28 +401,13 @@ def _b23b(case: Case) -> None:
     assert encode(shardings) == case["expected"]
 
 
-@check("B23c")
-def _b23c(case: Case) -> None:
-    shardings = big_vision.infer_sharding({"a": _boxed("embed", "mlp")}, [(".*", "replicate")], mesh_of(case))
-    assert encode(shardings) == case["expected"]
-
-
 @check("B24")
 def _b24(case: Case) -> None:
-    state = jax.eval_shape(optax.adam(1e-3).init, {"w": {"kernel": f32(1024, 2048)}})
+    state = adam_of(f32(1024, 2048))
     assert [name for name, _ in big_vision.tree_flatten_with_names(state)[0]] == case["expected"]
     # Desired: both styles can be chosen.
     assert list(sr.leaf_paths(state, "index")) == case["expected"]
     assert list(sr.leaf_paths(state, "attr")) == CASES["E10"]["expected"]
-
-
-@check("B28")
-def _b28(case: Case) -> None:
-    (prefix, target), _ = arguments(case, "tree_broadcast")
-    assert [
-        big_vision.tree_broadcast(prefix, target),
-        big_vision.tree_broadcast(100, target),
-    ] == case["expected"]
 
 
 @check("B29")
@@ -649,19 +416,6 @@ def _b29(case: Case) -> None:
     assert case["expected"]["error"] == "ValueError"
     with pytest.raises(ValueError, match=r"(?s)not a prefix.*\by\b"):
         big_vision.tree_broadcast(prefix, target)
-
-
-@check("B33")
-def _b33(case: Case) -> None:
-    texts = [ast.literal_eval(text) for text in re.findall(r"parse_name\(('.*?')\)", case["call"])]
-    assert encode([big_vision.parse_name(text) for text in texts]) == case["expected"]
-
-
-@check("B34")
-def _b34(case: Case) -> None:
-    layer = eqx.filter_eval_shape(eqx.nn.Linear, 8, 8, key=jax.random.key(0))
-    shardings = big_vision.infer_sharding(layer, _strategy(case), mesh_of(case))
-    assert encode({"weight": shardings.weight, "bias": shardings.bias}) == case["expected"]
 
 
 # ---- meshes: the axes of one, and how it is made ----
@@ -681,21 +435,6 @@ def _laid_out(case: Case, dcn_mesh_dims: tuple[int, ...] | None = None) -> sr.me
     return sr.meshes.lay_out(sizes, ("dp", "tp", "sp")[: len(sizes)], _pod(case), dcn_mesh_dims=dcn_mesh_dims)
 
 
-def _shape(mesh: Mesh) -> dict[str, Any]:
-    return {"axis_names": list(mesh.axis_names), "shape": list(mesh.shape.values())}
-
-
-@check("E13")
-def _e13(case: Case) -> None:
-    with jax.set_mesh(devices_of(case)):
-        results = [
-            sr.meshes.names_in_current_mesh("dp"),
-            sr.meshes.names_in_current_mesh("dp", "zz"),
-            sr.meshes.names_in_current_mesh(),
-        ]
-    assert results == case["expected"]
-
-
 @check("E14")
 def _e14(case: Case) -> None:
     with pytest.raises(sr.errors.NoMeshError, match=names_all(case["expected"]["message_contains"], "jax.set_mesh")):
@@ -710,55 +449,10 @@ def _e14(case: Case) -> None:
         assert sr.meshes.get_incontext_mesh() == mesh.abstract_mesh
 
 
-@check("E15")
-def _e15(case: Case) -> None:
-    names: tuple[Any, ...] = ("dp", ("dp", "tp"), [])
-    assert [sr.meshes.get_axes_size_in_mesh(name, devices_of(case)) for name in names] == case["expected"]
-
-
 @check("E16")
 def _e16(case: Case) -> None:
     with pytest.raises(KeyError, match=names_all(case["expected"]["message_contains"], "dp:2,tp:4")):
         sr.meshes.get_axes_size_in_mesh("zz", devices_of(case))
-
-
-@check("E18")
-def _e18(case: Case) -> None:
-    assert sr.meshes.get_mesh_axis_names(devices_of(case)) == case["expected"]
-
-
-@check("E19", "E20")
-def _e19(case: Case) -> None:
-    (names,), _ = arguments(case, "get_submesh_device_index")
-    index = jax.shard_map(
-        lambda x: x + sr.meshes.get_submesh_device_index(names),
-        mesh=devices_of(case),
-        in_specs=P(("dp", "tp")),
-        out_specs=P(("dp", "tp")),
-    )
-    assert index(np.zeros(8)).tolist() == case["expected"]
-
-
-@check("E21")
-def _e21(case: Case) -> None:
-    size = jax.shard_map(
-        lambda x: x + sr.meshes.get_mesh_axis_size(("dp", "tp")), mesh=devices_of(case), in_specs=P(), out_specs=P()
-    )
-    results = [float(size(np.zeros(()))), sr.meshes.get_mesh_axis_size(()), sr.meshes.get_submesh_device_index(())]
-    assert results == case["expected"]
-
-
-@check("M01", "M02")
-def _m01(case: Case) -> None:
-    args, _ = arguments(case, "create_mesh")
-    assert _shape(sr.create_mesh(*args)) == case["expected"]
-
-
-@check("M03")
-def _m03(case: Case) -> None:
-    args, _ = arguments(case, "create_mesh")
-    with pytest.raises(ValueError, match=case["expected"]["message_contains"]):
-        sr.create_mesh(*args)
 
 
 @check("M04")
@@ -770,43 +464,6 @@ def _m04(case: Case) -> None:
             sr.create_mesh(sizes, ("dp", "tp"))
     # Desired: a subset of the devices can be asked for.
     assert sr.create_mesh((2, 2), ("dp", "tp"), devices=jax.devices()[:4]).size == 4
-
-
-@check("M05")
-def _m05(case: Case) -> None:
-    assert (sr.create_mesh((2, 4), ("dp", "tp")) is sr.create_mesh([2, 4], ["dp", "tp"])) == case["expected"]
-
-
-@check("M06", "M09", "M10")
-def _m06(case: Case) -> None:
-    (text, names), _ = arguments(case, "parse_mesh_from_string")
-    if "error" not in case["expected"]:
-        assert _shape(sr.meshes.parse_mesh_from_string(text, names)) == case["expected"]
-        return
-    with pytest.raises(ValueError, match=case["expected"]["message_contains"]):
-        sr.meshes.parse_mesh_from_string(text, names)
-
-
-@check("M14", "M15")
-def _m14(case: Case) -> None:
-    args, _ = arguments(case, "calculate_host_mesh_shape")
-    if isinstance(case["expected"], list):
-        assert encode(sr.meshes.calculate_host_mesh_shape(*args)) == case["expected"]
-        return
-    with pytest.raises(ValueError, match=case["expected"]["message_contains"]):
-        sr.meshes.calculate_host_mesh_shape(*args)
-
-
-@check("M17")
-def _m17(case: Case) -> None:
-    with pytest.raises(ValueError, match=case["expected"]["message_contains"]):
-        sr.create_mesh((2, 4), ("dp", "tp"), axis_types="foo")
-
-
-@check("M18")
-def _m18(case: Case) -> None:
-    with pytest.raises(ValueError, match=case["expected"]["message_contains"]):
-        sr.create_mesh((2, 4), ("dp", "tp"), axis_types=("auto",) * 3)
 
 
 @check("M20", "M21", "M22", "M23")
@@ -922,12 +579,6 @@ def _r14(case: Case) -> None:
     assert [kind.name for kind in between.mesh.axis_types] == case["expected"]
 
 
-@check("R16")
-def _r16(case: Case) -> None:
-    with pytest.raises(ValueError, match=re.escape(case["expected"]["message_contains"])):
-        sr.reshard({"a": np.ones((8, 8))}, {"a": P()})
-
-
 @check("R19")
 def _r19(case: Case) -> None:
     mesh = devices_of(case)
@@ -974,3 +625,191 @@ def _r24(case: Case) -> None:
     joined = pathways.concatenate_by_mesh_axis(pathways.split_by_mesh_axis(x, "fsdp", 4), "fsdp")
     assert {"mesh": dict(joined.sharding.mesh.shape), "spec": encode(joined.sharding.spec)} == where
     assert np.array_equal(joined, x) == equal
+
+
+# ---- one call each ----
+
+
+def placed_by_jit(case: Case) -> Any:
+    return jax.jit(lambda a: sr.with_sharding_constraint(a * 2, P("dp", "tp")))(jnp.ones((8, 8))).sharding
+
+
+def axis_indices(case: Case) -> Any:
+    names, split = first(case, "get_submesh_device_index"), P(("dp", "tp"))
+    index = lambda x: x + sr.meshes.get_submesh_device_index(names)  # noqa: E731
+    return jax.shard_map(index, in_specs=split, out_specs=split)(np.zeros(8)).tolist()
+
+
+def axis_sizes(case: Case) -> Any:
+    size = jax.shard_map(lambda x: x + sr.meshes.get_mesh_axis_size(("dp", "tp")), in_specs=P(), out_specs=P())
+    return [float(size(np.zeros(()))), sr.meshes.get_mesh_axis_size(()), sr.meshes.get_submesh_device_index(())]
+
+
+def stacked_rules(case: Case) -> sr.ShardingRule:
+    return sr.CompositeShardingRule(
+        sr.ShapeBasedShardingRule({(None, 1024): P("tp")}), sr.MemoryConstrainedShardingRule(16, mesh_of(case))
+    )
+
+
+def axis_after_axis(case: Case) -> sr.ShardingRule:
+    rules = [sr.AutoShardingRule(mesh_of(case), axis_names=[axis], min_shard_size=1) for axis in ("tp", "dp")]
+    return sr.CompositeShardingRule(*rules)
+
+
+def registered(case: Case) -> Any:
+    axes = eformer.PartitionAxis()
+    # Registering gives a new value here: nothing of the process changes.
+    for name, rule in re.findall(r"register\('(\w+)','(\w+)'\)", case["call"]):
+        axes = axes.register(name, rule)
+    return axes.resolve_spec(["__A__"], eformer.MODE_TRAIN)
+
+
+def resolved_shapes(case: Case) -> Any:
+    manager = eformer.PartitionManager(eformer.PartitionAxis(**arguments(case, "PartitionAxis")[1]))
+    return [manager.resolve(eformer.HiddenStateSharding, shape=shape) for shape in shapes_in(case)]
+
+
+def resolved_names(case: Case) -> Any:
+    manager = eformer.PartitionManager(eformer.PartitionAxis())
+    return [manager.resolve(getattr(eformer, name)) for name in case["call"].rpartition("(")[2].rstrip(")").split("|")]
+
+
+def specs_of_names(case: Case) -> Any:
+    (shape, *_), mesh = shapes_in(case), mesh_of(case)
+    choices = map(ast.literal_eval, case["call"].partition("names=")[2].removesuffix(")").split(" | "))
+    return [eformer.auto_partition_spec(f32(*shape), mesh, names=names) for names in choices]
+
+
+def inferred(case: Case, params: Any = None) -> Any:
+    shardings = big_vision.infer_sharding(_params(case) if params is None else params, _strategy(case), mesh_of(case))
+    assert all(isinstance(leaf, NamedSharding) for leaf in jax.tree.leaves(shardings))
+    return shardings
+
+
+def layer_shardings(case: Case) -> Any:
+    shardings = inferred(case, eqx.filter_eval_shape(eqx.nn.Linear, 8, 8, key=jax.random.key(0)))
+    return {"weight": shardings.weight, "bias": shardings.bias}
+
+
+def of_carrier(case: Case) -> Any:
+    class Carrier:
+        sharding = P("dp")
+
+    sharding = sr.specs.extract_shardings({"a": Carrier()}, mesh_of(case))["a"]
+    return {"a": {"mesh": dict(sharding.mesh.shape), "spec": sharding.spec}}
+
+
+def usage(case: Case, **arrays: tuple[jax.ShapeDtypeStruct, P]) -> Any:
+    tree, specs = ({name: pair[index] for name, pair in arrays.items()} for index in (0, 1))
+    used = sr.ShardingAnalyzer(mesh_of(case)).estimate_memory_usage(tree, specs)
+    return {key: used[key] for key in case["expected"]}
+
+
+MATCHES = "match_partition_rules"
+ANSWERS: dict[str, Callable[[Case], Any]] = {
+    "E01": lambda case: eformer.match_partition_rules(
+        [(pattern, decode(spec)) for pattern, spec in case["inputs"]["rules"]], tree_of(case["inputs"]["tree"])
+    ),
+    **dict.fromkeys(
+        ("E03", "E04", "E05", "E06"),
+        lambda case: eformer.match_partition_rules(first(case, MATCHES), tree_of(case["inputs"]["tree"])),
+    ),
+    "E09": lambda case: eformer.match_partition_rules(
+        first(case, MATCHES), {"layers": [{"w": f32(*case["inputs"]["shapes"])}] * 2}
+    ),
+    "E10": lambda _: sr.leaf_paths(adam_of(f32(256, 256)), "attr"),
+    "E13": lambda _: [sr.meshes.names_in_current_mesh(*names) for names in (("dp",), ("dp", "zz"), ())],
+    "E15": lambda _: [sr.meshes.get_axes_size_in_mesh(name) for name in ("dp", ("dp", "tp"), ())],
+    "E18": lambda _: sr.meshes.get_mesh_axis_names(),
+    **dict.fromkeys(("E19", "E20"), axis_indices),
+    "E21": axis_sizes,
+    "E23": lambda _: sr.with_sharding_constraint(jnp.ones((8, 8)), P("dp", "tp")).sharding,
+    "E30": lambda case: eformer.create_pattern_based_partition_spec(
+        first(case, "create_pattern_based_partition_spec"), mesh_of(case)
+    )("hidden", f32(8, 8)),
+    "E34": of_carrier,
+    "E36": lambda _: sr.specs.get_partition_spec({"b": np.zeros(3)}),
+    "E38": lambda case: {
+        name: getattr(eformer.PartitionAxis(**arguments(case, "PartitionAxis")[1]), name) for name in case["expected"]
+    },
+    "H01": lambda case: sr.AutoShardingRule(mesh_of(case), **arguments(case, "AutoShardingRule")[1]).apply(
+        {"a": f32(8, 16), "s": f32(), "v": f32(7)}
+    ),
+    "H02": lambda case: sr.AutoShardingRule(mesh_of(case)).apply({"a": f32(7), "b": f32(2, 4)}),
+    "H05": lambda case: sr.AutoShardingRule(mesh_of(case)).apply({"a": f32(8, 8)}),
+    "H06": lambda case: sr.ShapeBasedShardingRule(first(case, "ShapeBasedShardingRule")).apply(
+        {"e": f32(32000, 1024), "b": f32(1024), "t": f32(2, 3, 1024)}
+    ),
+    "H08": lambda case: [
+        sr.MemoryConstrainedShardingRule(int(limit), mesh_of(case)).apply({"a": f32(32, 32)})["a"]
+        for limit in case["call"].rpartition("limit ")[2].split(",")
+    ],
+    "H11": lambda case: stacked_rules(case).apply({"e": f32(32000, 1024), "w": f32(64, 64)}),
+    "H13": lambda case: axis_after_axis(case).apply({"w": f32(6, 10)}),
+    "U02": lambda _: (
+        sr.with_sharding_constraint(sr.with_sharding_constraint(jnp.ones((8, 8)), P("dp", "tp")), P()).sharding
+    ),
+    "U03": placed_by_jit,
+    **dict.fromkeys(
+        ("U04", "U05"),
+        lambda case: eformer.PartitionAxis().resolve_spec(
+            tokens_in(case), getattr(eformer, re.findall(r"MODE_\w+", case["call"])[0])
+        ),
+    ),
+    "U06": resolved_shapes,
+    "U07": resolved_names,
+    "U11": registered,
+    "U12": lambda case: [eformer.auto_partition_spec(f32(*shape), mesh_of(case)) for shape in shapes_in(case)],
+    "U13": specs_of_names,
+    "U14": lambda case: eformer.auto_partition_spec(
+        f32(*first(case, "auto_partition_spec")), mesh_of(case), **arguments(case, "auto_partition_spec")[1]
+    ),
+    **dict.fromkeys(("B01", "B03", "B04", "B06", "B07", "B08", "B09", "B11", "B12", "B20"), inferred),
+    "B16": lambda case: inferred(case, {"a": {"k": f32(4, 8), "b": f32(8)}}),
+    "B23c": lambda case: big_vision.infer_sharding({"a": _boxed("embed", "mlp")}, [(".*", "replicate")], mesh_of(case)),
+    "B28": lambda case: [
+        big_vision.tree_broadcast(prefix, arguments(case, "tree_broadcast")[0][1])
+        for prefix in (first(case, "tree_broadcast"), 100)
+    ],
+    "B33": lambda case: [
+        big_vision.parse_name(ast.literal_eval(text)) for text in re.findall(r"parse_name\(('.*?')\)", case["call"])
+    ],
+    "B34": layer_shardings,
+    "H16": lambda case: usage(case, a=(f32(8, 16), P("dp", "tp"))),
+    "H17": lambda case: usage(case, a=(f32(8, 16), P(("dp", "tp"))), b=(f32(16), P())),
+    **dict.fromkeys(("M01", "M02", "M03"), lambda case: shape_of(sr.create_mesh(*arguments(case, "create_mesh")[0]))),
+    "M05": lambda _: sr.create_mesh((2, 4), ("dp", "tp")) is sr.create_mesh([2, 4], ["dp", "tp"]),
+    **dict.fromkeys(
+        ("M06", "M09", "M10"),
+        lambda case: shape_of(sr.meshes.parse_mesh_from_string(*arguments(case, "parse_mesh_from_string")[0])),
+    ),
+    **dict.fromkeys(
+        ("M14", "M15"),
+        lambda case: sr.meshes.calculate_host_mesh_shape(*arguments(case, "calculate_host_mesh_shape")[0]),
+    ),
+    "M17": lambda _: sr.create_mesh((2, 4), ("dp", "tp"), axis_types="foo"),
+    "M18": lambda _: sr.create_mesh((2, 4), ("dp", "tp"), axis_types=("auto",) * 3),
+    "R16": lambda _: sr.reshard({"a": np.ones((8, 8))}, {"a": P()}),
+}
+"""The calls whose result, or error, is the one in the file."""
+
+NEED_MESH = ("E13", "E15", "E18", "E19", "E20", "E21", "E23", "U02", "U03")
+"""Cases that run with their mesh set."""
+
+
+@pytest.mark.parametrize("case_id", sorted(CASES))
+def test_case(case_id: str) -> None:
+    case = CASES[case_id]
+    expected = case["expected"]
+    with jax.set_mesh(devices_of(case)) if case_id in NEED_MESH else contextlib.nullcontext():
+        if case_id in CHECKS:
+            CHECKS[case_id](case)
+        elif isinstance(expected, dict) and "message_contains" in expected:
+            with pytest.raises(ValueError, match=re.escape(expected["message_contains"])):
+                ANSWERS[case_id](case)
+        else:
+            assert encode(ANSWERS[case_id](case)) == expected
+
+
+def test_every_case_is_tested() -> None:
+    assert sorted((*CHECKS, *ANSWERS)) == sorted(CASES)

@@ -258,9 +258,7 @@ def test_diff_between_meshes_counts_missing_elements(tmp_path: Path) -> None:
         plans = {name: sr.ShardingPlan.from_json((tmp_path / f"{name}.json").read_text()) for name in "abc"}
         for old, new in ("ab", "ba", "bc", "ca"):
             text = fine("diff", f"{old}.json", f"{new}.json", cwd=tmp_path, env=NO_BACKEND).splitlines()[-1]
-            old_blocks, new_blocks = (
-                dict(zip("w", plans[name].leaf_blocks(), strict=True))["w"] for name in (old, new)
-            )
+            old_blocks, new_blocks = (plans[name].blocks("w") for name in (old, new))
             old_bounds = {device: block.bounds for block in old_blocks.all() for device in block.devices}
             missing = 0
             for block in new_blocks.all():

@@ -32,9 +32,10 @@ def test_errors_can_be_raised_with_causes_and_notes(name: str) -> None:
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_pickle(name: str) -> None:
     error = build(name)
-    again = pickle.loads(pickle.dumps(error))
-    assert type(again) is type(error)
-    assert str(again) == str(error)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        again = pickle.loads(pickle.dumps(error, protocol))
+        assert type(again) is type(error)
+        assert (again.args, str(again)) == (error.args, str(error))
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -1,12 +1,12 @@
 """Plans: how they print, what they answer, how they travel."""
 
-import html.parser
 import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
+from xml.etree import ElementTree
 
 import attrs
 import equinox as eqx
@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.errors import NoMeshError, PatternError, RuleTypeError, UnknownOpError
+from shardrules.core.errors import NoMeshError, PatternError
 
 MESH = sr.mesh_shape("data:16,model:4")
 SMALL = sr.mesh_shape("data:4,model:2")
@@ -156,26 +156,6 @@ def test_the_repr_is_one_line() -> None:
     )
 
 
-class _Reader(html.parser.HTMLParser):
-    """Collects tags and texts, and checks that tags are closed in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.open: list[str] = []
-        self.texts: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-
 def test_html_says_what_the_table_says_and_escapes_it() -> None:
     evil = "<script>alert(\"1\" & '2')</script>"
 
@@ -187,18 +167,14 @@ def test_html_says_what_the_table_says_and_escapes_it() -> None:
 
     plan = Evil().plan({evil: f32(8, 4), "w": f32(7, 4)}, SMALL)
     text = plan._repr_html_()
-    reader = _Reader()
-    reader.feed(text)
-    assert reader.open == []
-    assert sorted(dict.fromkeys(reader.tags)) == sorted(
-        ["table", "caption", "thead", "tbody", "tr", "th", "td", "ul", "li", "pre"]
-    )
-    assert "script" not in reader.tags
-    assert reader.tags.count("tr") == 1 + 2
-    assert reader.tags.count("li") == len(plan.findings)
+    root = ElementTree.fromstring(f"<div>{text}</div>")
+    tags, texts = [element.tag for element in root.iter()], list(root.itertext())
+    assert set(tags) == {"div", "table", "caption", "thead", "tbody", "tr", "th", "td", "ul", "li", "pre"}
+    assert tags.count("tr") == 1 + 2
+    assert tags.count("li") == len(plan.findings)
     for expected in (evil, f"because {evil}", "(8, 4)", "float32", "P('data')", "Evil", "32 B", str(plan.memory())):
-        assert expected in reader.texts
-    assert [str(finding) for finding in plan.findings] == reader.texts[-len(plan.findings) :]
+        assert expected in texts
+    assert [str(finding) for finding in plan.findings] == texts[-len(plan.findings) :]
 
 
 def test_html_without_findings_has_no_list() -> None:
@@ -321,27 +297,7 @@ def test_a_tally_counts_leaves_by_reason() -> None:
     }
 
 
-# ---- check and memory ----
-
-
-def test_check_returns_the_plan_or_raises_once_with_all_errors() -> None:
-    plan = RULE.plan(llama(), MESH)
-    assert plan.check() is plan
-    wrong = sr.SpecTreeShardingRule(
-        {"a": P("data", "data"), "b": P("dta"), "c": P("model"), "d": P(None, "data"), "e": P("data")}
-    ).plan({"a": f32(8, 8), "b": f32(8), "c": f32(7), "d": f32(8), "e": f32(8)}, SMALL)
-    with pytest.raises(sr.errors.PlanError, match=r"the plan has 4 errors \(mesh data:4,model:2\)") as caught:
-        wrong.check()
-    findings = caught.value.findings
-    assert [(finding.code, finding.path) for finding in findings if isinstance(finding, sr.Finding)] == [
-        ("duplicate-axis", "a"),
-        ("unknown-axis", "b"),
-        ("indivisible", "c"),
-        ("rank-overflow", "d"),
-    ]
-    for finding in findings:
-        assert str(finding).splitlines()[0] in str(caught.value)
-    assert isinstance(caught.value, ValueError)
+# ---- memory ----
 
 
 def test_memory_counts_every_leaf() -> None:
@@ -395,14 +351,6 @@ def test_a_diff_tells_that_only_the_mesh_is_another() -> None:
     assert diff
     assert diff.changes == ()
     assert str(diff).splitlines()[0] == "mesh data:2 -> data:4"
-
-
-def test_a_diff_does_not_see_how_a_spec_is_written() -> None:
-    old, new = (
-        sr.SpecTreeShardingRule({"w": spec}).plan({"w": f32(8, 8)}, SMALL) for spec in (P("data"), P(("data",), None))
-    )
-    assert not old.diff(new)
-    assert old.fingerprint == new.fingerprint
 
 
 # ---- fingerprints and equality ----
@@ -460,6 +408,7 @@ def test_a_fingerprint_is_the_same_everywhere() -> None:
 )
 def test_a_fingerprint_does_not_see_how_a_spec_is_written(spec: P) -> None:
     assert one_leaf(spec=spec).fingerprint == one_leaf().fingerprint
+    assert not one_leaf(spec=spec).diff(one_leaf())
 
 
 def test_a_fingerprint_does_not_see_who_decided_or_on_what_kind_of_mesh() -> None:
@@ -638,34 +587,6 @@ def test_a_plan_as_a_rule_composes() -> None:
 
 
 # ---- errors ----
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        sr.errors.ShardRulesError("plain"),
-        sr.errors.SpecError("a spec"),
-        sr.errors.RuleError("Rule()", "layers/0/w", (8, 4), "why", "hint"),
-        sr.errors.RuleError("", "", (), "why"),
-        sr.errors.PlanError("text", (sr.Finding("error", "code", "message", "w", shape=(8,)),)),
-        sr.errors.PlanError("text"),
-        RuleTypeError("a type"),
-        sr.errors.TreeError("a tree"),
-        PatternError("a pattern"),
-        UnknownOpError("an op\nin two lines"),
-        sr.errors.UnknownAxisError("an axis"),
-        NoMeshError("no mesh"),
-        sr.errors.NoSpecError("no spec"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_errors_survive_pickling(error: sr.errors.ShardRulesError) -> None:
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        again = pickle.loads(pickle.dumps(error, protocol))
-        assert type(again) is type(error)
-        assert again.args == error.args
-        assert str(again) == str(error)
-    assert isinstance(error, sr.errors.ShardRulesError)
 
 
 def test_errors_that_were_raised_survive_pickling() -> None:

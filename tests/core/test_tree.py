@@ -21,23 +21,11 @@ from tests import zoo
 TREES = zoo.TREES
 
 
-def text(key: Any) -> str:
-    """The name of a key of JAX, as it stands in a path."""
-    match key:
-        case jtu.DictKey() | jtu.FlattenedIndexKey():
-            return str(key.key)
-        case jtu.SequenceKey():
-            return str(key.idx)
-        case jtu.GetAttrKey():
-            return key.name
-    return str(key)
-
-
 @pytest.mark.parametrize("name", TREES)
 def test_paths_are_those_of_jax(name: str) -> None:
     tree = TREES[name]()
     pairs = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, nn.Partitioned | nnx.Variable))[0]
-    assert sr.leaf_paths(tree) == tuple("/".join(map(text, path)) for path, _ in pairs)
+    assert sr.leaf_paths(tree) == tuple(jtu.keystr(path, simple=True, separator="/") for path, _ in pairs)
 
 
 @pytest.mark.sample(50)

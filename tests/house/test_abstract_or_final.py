@@ -34,10 +34,6 @@ def classes_of(names: Iterable[str]) -> tuple[type, ...]:
     return tuple(dict.fromkeys(classes))
 
 
-def shardrules_classes() -> tuple[type, ...]:
-    return classes_of([module.name for module in shardrules_source()])
-
-
 def is_final(cls: type) -> bool:
     return vars(cls).get("__final__", False)
 
@@ -99,23 +95,21 @@ def inherited_fields(classes: tuple[type, ...]) -> list[str]:
     ]
 
 
+def faults(classes: tuple[type, ...], error_bases: tuple[type, ...]) -> list[str]:
+    """Everything that is wrong with some classes."""
+    return [
+        *neither_abstract_nor_final(classes, error_bases),
+        *both_abstract_and_final(classes),
+        *concrete_parents(classes, error_bases),
+        *overridden_methods(classes),
+        *inherited_fields(classes),
+    ]
+
+
 def test_every_class_is_abstract_or_final() -> None:
-    classes = shardrules_classes()
+    classes = classes_of([module.name for module in shardrules_source()])
     assert ShardRulesError in classes
-    assert neither_abstract_nor_final(classes, ERROR_BASES) == []
-    assert both_abstract_and_final(classes) == []
-
-
-def test_no_class_inherits_from_a_concrete_one() -> None:
-    assert concrete_parents(shardrules_classes(), ERROR_BASES) == []
-
-
-def test_a_method_is_implemented_once() -> None:
-    assert overridden_methods(shardrules_classes()) == []
-
-
-def test_fields_sit_in_one_class() -> None:
-    assert inherited_fields(shardrules_classes()) == []
+    assert faults(classes, ERROR_BASES) == []
 
 
 # Planted violations, among classes that are as they should be.
@@ -205,31 +199,21 @@ class _TakesField(_HasField):
 GOOD = (_Rule, _LeafRule, _Good, _Error, _GoodError, _Pair)
 
 
-def test_good_classes_pass() -> None:
-    assert neither_abstract_nor_final(GOOD, (_Error,)) == []
-    assert both_abstract_and_final(GOOD) == []
-    assert concrete_parents(GOOD, (_Error,)) == []
-    assert overridden_methods(GOOD) == []
-    assert inherited_fields(GOOD) == []
-
-
-def test_an_open_class_is_reported() -> None:
-    assert neither_abstract_nor_final((*GOOD, _Open), (_Error,)) == ["_Open"]
-    assert neither_abstract_nor_final(GOOD, ()) == ["_Error"]
-
-
-def test_a_final_class_with_abstract_methods_is_reported() -> None:
-    assert both_abstract_and_final((*GOOD, _Never)) == ["_Never"]
-
-
-@pytest.mark.parametrize(("cls", "base"), [(_Child, "_Open"), (_Foreign, "dict")])
-def test_a_concrete_parent_is_reported(cls: type, base: str) -> None:
-    assert concrete_parents((*GOOD, _Open, cls), (_Error,)) == [f"{cls.__name__} inherits from {base}"]
-
-
-def test_an_override_is_reported() -> None:
-    assert overridden_methods((*GOOD, _Override)) == ["_Override.plan overrides _Rule.plan"]
-
-
-def test_an_inherited_field_is_reported() -> None:
-    assert inherited_fields((_HasField, _TakesField)) == ["_TakesField inherits the field size"]
+@pytest.mark.parametrize(
+    ("classes", "error_bases", "complaints"),
+    [
+        (GOOD, (_Error,), []),
+        ((*GOOD, _Open), (_Error,), ["_Open"]),
+        (GOOD, (), ["_Error", "_GoodError inherits from _Error"]),
+        ((*GOOD, _Never), (_Error,), ["_Never"]),
+        ((*GOOD, _Open, _Child), (_Error,), ["_Open", "_Child inherits from _Open"]),
+        ((*GOOD, _Foreign), (_Error,), ["_Foreign inherits from dict"]),
+        ((*GOOD, _Override), (_Error,), ["_Override.plan overrides _Rule.plan"]),
+        ((_HasField, _TakesField), (), ["_TakesField inherits the field size"]),
+    ],
+    ids=["good", "open", "an error", "never", "a child", "foreign", "an override", "a field"],
+)
+def test_only_violations_are_reported(
+    classes: tuple[type, ...], error_bases: tuple[type, ...], complaints: list[str]
+) -> None:
+    assert faults(classes, error_bases) == complaints

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, is_typeddict
+from typing import is_typeddict
 
 import pytest
 
@@ -154,11 +154,6 @@ def unannotated(modules: tuple[Module, ...]) -> list[str]:
     return bad
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_exports_exist(room: str) -> None:
-    assert broken_exports(ROOMS[room]) == []
-
-
 def test_rooms_import_nothing_else() -> None:
     rooms = (shardrules, shardrules.errors, shardrules.meshes, shardrules.reports, shardrules.specs, pathways)
     assert [name for room in rooms for name in unlisted_exports(room)] == []
@@ -201,41 +196,26 @@ def test_the_root_exports_at_most_80_names() -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_exports_are_in_the_api_pages(room: str) -> None:
+def test_exports_exist_and_are_in_the_api_pages(room: str) -> None:
+    assert broken_exports(ROOMS[room]) == []
     assert missing_from_pages([f"{room}.{name}" for name in vars(ROOMS[room])["__all__"]], api_text(API_PAGES)) == []
 
 
-def test_exports_are_documented() -> None:
-    assert [line for room in ROOMS.values() for line in undocumented(room, shardrules_source())] == []
-
-
-def test_docstrings_name_every_parameter() -> None:
-    assert unnamed_parameters(shardrules, shardrules_source()) == []
-
-
-def test_signatures_are_annotated() -> None:
-    assert unannotated(shardrules_source()) == []
+def test_exports_are_documented_and_signatures_are_annotated() -> None:
+    modules = shardrules_source()
+    assert [line for room in ROOMS.values() for line in undocumented(room, modules)] == []
+    assert unnamed_parameters(shardrules, modules) == []
+    assert unannotated(modules) == []
 
 
 # Planted violations.
 
 
-@pytest.fixture
-def planted() -> Any:
-    package = ModuleType("planted")
-    package.__dict__.update({"__all__": ["here", "gone", "here"], "here": 1, "loose": 2, "ast": ast, "_own": 3})
-    return package
-
-
-def test_a_broken_export_is_reported(planted: ModuleType) -> None:
+def test_broken_unlisted_and_repeated_exports_are_reported() -> None:
+    planted = ModuleType("planted")
+    vars(planted).update({"__all__": ["here", "gone", "here"], "here": 1, "loose": 2, "ast": ast, "_own": 3})
     assert broken_exports(planted) == ["gone does not exist", "here is listed twice"]
-
-
-def test_an_unlisted_export_is_reported(planted: ModuleType) -> None:
     assert unlisted_exports(planted) == ["loose"]
-
-
-def test_a_second_home_is_reported(planted: ModuleType) -> None:
     other = ModuleType("other")
     vars(other)["__all__"] = ["here", "there"]
     assert "here: planted, planted, other" in exported_twice({"planted": planted, "other": other})

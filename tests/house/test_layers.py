@@ -147,24 +147,13 @@ def lazy_imports(modules: tuple[Module, ...], allowed: dict[str, str]) -> list[s
     ]
 
 
-def test_imports_point_down() -> None:
-    assert upward_imports(shardrules_source()) == []
-
-
-def test_strings_name_no_module_above() -> None:
-    assert upward_names(shardrules_source(), BY_NAME) == []
-
-
-def test_imports_form_no_cycle() -> None:
-    assert import_cycle(shardrules_source()) == []
-
-
-def test_private_jax_is_isolated() -> None:
-    assert private_jax(shardrules_source(), PRIVATE_JAX) == []
-
-
-def test_imports_are_at_the_top() -> None:
-    assert lazy_imports(shardrules_source(), LAZY) == []
+def test_imports_point_down_and_are_at_the_top() -> None:
+    modules = shardrules_source()
+    assert upward_imports(modules) == []
+    assert upward_names(modules, BY_NAME) == []
+    assert import_cycle(modules) == []
+    assert private_jax(modules, PRIVATE_JAX) == []
+    assert lazy_imports(modules, LAZY) == []
 
 
 @pytest.mark.parametrize(

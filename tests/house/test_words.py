@@ -12,20 +12,8 @@ from tests.house.source import REPOSITORY, Definition, Module, plant, read_packa
 
 VAGUE = frozenset(
     (
-        "one",
-        "found",
-        "said",
-        "told",
-        "held",
-        "asked",
-        "known",
-        "own",
-        "given",
-        "made",
-        "there",
-        "heard",
-        "wanted",
-        "taken",
+        *("one", "found", "said", "told", "held", "asked", "known"),
+        *("own", "given", "made", "there", "heard", "wanted", "taken"),
     )
 )
 """Words that say nothing of what a variable is: the reader would have to keep the binding in mind."""

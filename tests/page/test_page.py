@@ -1,5 +1,6 @@
 """The page in a real browser, by mouse and by keyboard, in light and dark, wide and narrow."""
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,21 +71,26 @@ def in_layers(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.mean(jax.lax.scan(lambda x, layer: (jnp.tanh(x @ layer), None), x, w)[0] ** 2)
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page with everything on it."""
+@functools.cache
+def results() -> dict[str, Any]:
+    """An audit, an autoplan and a training plan."""
     w, x = shapes({"up": (64, 256), "down": (256, 64)}), shapes((512, 64))
     columns = {"up": P(None, "model"), "down": P(None, "model")}
     audit = sr.audit(forward, w, x, mesh=MESH, in_shardings=(columns, P("data")))
     gradient = jax.grad(lambda w, x: forward(w, x).mean())
     planned = sr.reports.AutoPlanReport.of(sr.autoplan(gradient, w, x, mesh=MESH), frontier=3)
+    step = sr.plan_training(in_layers, shapes((4, 64, 64)), optax.sgd(0.1), x, cluster="cpu:4", stages=2)
+    return {"audit": audit, "planned": planned, "training": step.report}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page with everything on it."""
     plan = small_plan()
     params = {path.replace("/", "."): leaf for path, leaf in (("embed", shapes((512, 64))),)}
     state = plan.mirror({"mu": params, "count": shapes(())})
     file = tmp_path_factory.mktemp("page") / "small.html"
-    step = sr.plan_training(in_layers, shapes((4, 64, 64)), optax.sgd(0.1), x, cluster="cpu:4", stages=2)
-    results = {"audit": audit, "planned": planned, "training": step.report}
-    file.write_text(sr.report_page(plan, state=state, title="A <small> model", **results))
+    file.write_text(sr.report_page(plan, state=state, title="A <small> model", **results()))
     return file
 
 
@@ -179,11 +185,8 @@ def test_the_head_counts_the_findings_of_all_sections(browser: Any, tmp_path: Pa
     def finding(severity: Any, code: str) -> sr.Finding:
         return sr.Finding(severity, code, "it is so")
 
-    w, x = shapes((64, 64)), shapes((512, 64))
-    plan = sr.SpecTreeShardingRule({"w": P("data", "model")}).plan({"w": w}, MESH)
-    audit = sr.audit(lambda w, x: x @ w, w, x, mesh=MESH)
-    planned = sr.reports.AutoPlanReport.of(sr.autoplan(lambda w, x: x @ w, w, x, mesh=MESH))
-    step = sr.plan_training(in_layers, shapes((4, 64, 64)), optax.sgd(0.1), x, cluster="cpu:4").report
+    plan = sr.SpecTreeShardingRule({"w": P("data", "model")}).plan({"w": shapes((64, 64))}, MESH)
+    audit, planned, step = results().values()
     severities = "error", "warning", "warning", "note"
     audit = attrs.evolve(audit, findings=tuple(finding(each, f"audit-{i}") for i, each in enumerate(severities)))
     planned = attrs.evolve(planned, findings=(finding("warning", "planned"), finding("note", "planned")))
@@ -410,10 +413,9 @@ def test_audit_and_autoplan_are_shown(browser: Any, small: Path) -> None:
 
 
 def test_long_schedules_are_named_and_not_drawn(browser: Any, tmp_path: Path) -> None:
-    w, x = shapes((4, 64, 64)), shapes((2048, 64))
-    plan = sr.plan_training(in_layers, w, optax.sgd(0.1), x, cluster="cpu:4", stages=2, microbatches=1024)
+    step = attrs.evolve(results()["training"], microbatches=1024, chunks=1)
     file = tmp_path / "page.html"
-    file.write_text(sr.report_page(plan.plan, training=plan.report))
+    file.write_text(sr.report_page(small_plan(), training=step))
     with opened(browser, file) as page:
         assert "gpipe: 2 stages, 1024 microbatches; bubble 0.1%" in page.inner_text("#training")
         assert page.locator("#training [aria-label='Drawing of the schedule']").count() == 0

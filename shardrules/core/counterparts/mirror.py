@@ -30,17 +30,10 @@ PlannedLeaf: TypeAlias = tuple[tuple[int, ...], PartitionSpec]
 """The shape of a planned leaf, and its spec."""
 
 
-def count_homes(paths: Iterable[str], planned: Mapping[str, PlannedLeaf]) -> Counter[str]:
-    """Counts the planned leaves below each path of a state below which a copy of the planned tree may be.
+def _count_homes(paths: Iterable[str], planned: Mapping[str, PlannedLeaf]) -> Counter[str]:
+    """The number of planned leaves below each path of a state below which a copy of the planned tree may be.
 
     With leaves `w` and `mu/w` planned, `0/mu/w` may mirror either: `0/mu` is the home of both, `0` of only one.
-
-    ```python
-    from shardrules.core.counterparts.mirror import count_homes
-
-    planned = {path: ((8,), P()) for path in ("w", "mu/w")}
-    assert count_homes(["0/mu/w", "0/mu/mu/w"], planned) == {"0/mu": 2, "0": 1, "0/mu/mu": 1}
-    ```
     """
     return Counter(home for path in paths for home, ending in _cuts(path) if ending in planned)
 
@@ -48,7 +41,12 @@ def count_homes(paths: Iterable[str], planned: Mapping[str, PlannedLeaf]) -> Cou
 def mirror_leaves(
     leaves: Sequence[Leaf], paths: Sequence[str], planned: Mapping[str, PlannedLeaf]
 ) -> tuple[Decision, ...]:
-    """Returns what each of `leaves` takes, as `mirror_leaf`; of those that fit nothing, below a first name of the plan.
+    """Returns what each of `leaves` takes from the planned leaf that it mirrors.
+
+    That is the first planned leaf whose path ends the leaf's own and whose shape is equal, or has one dimension more:
+    then the leaf takes the entries of the dimensions that it kept. Without any, it is the first that the leaf stacks,
+    or whose sizes it has. A leaf without a match stays as earlier rules decided, or is `P()`, with the reason. Leaves
+    that fit no path may mirror what is planned below a first name, without that name.
 
     ```python
     from shardrules.core.counterparts.mirror import mirror_leaves
@@ -57,20 +55,20 @@ def mirror_leaves(
     assert mirror_leaves([sr.Leaf("mu/w", (8, 4), jnp.float32)], ["mu/w"], planned)[0].spec == P("data")
     ```
     """
-    homes = count_homes(paths, planned)
+    homes = _count_homes(paths, planned)
     shorter = {path for path in paths if not _fits(path, planned)}
     trees = _whole_trees(shorter, planned)
-    tree_homes = {name: count_homes(shorter, tree) for name, tree in trees.items()}
+    tree_homes = {name: _count_homes(shorter, tree) for name, tree in trees.items()}
     decisions: list[Decision] = []
     for leaf, path in zip(leaves, paths, strict=True):
         names = [name for name, tree in trees.items() if _fits(path, tree)] if leaf.ndim and path in shorter else []
         if len(names) == 1:
-            decision = mirror_leaf(leaf, path, trees[names[0]], tree_homes[names[0]])
+            decision = _mirror_leaf(leaf, path, trees[names[0]], tree_homes[names[0]])
             decisions.append(attrs.evolve(decision, reason=f"{decision.reason}, below {names[0]!r}"))
         elif names:
             decisions.append(_unmirrored(leaf, f"has its path below {' and '.join(map(repr, names))} of the plan"))
         else:
-            decisions.append(mirror_leaf(leaf, path, planned, homes))
+            decisions.append(_mirror_leaf(leaf, path, planned, homes))
     return tuple(decisions)
 
 
@@ -88,29 +86,11 @@ def _whole_trees(paths: Iterable[str], planned: Mapping[str, PlannedLeaf]) -> di
     return {name: tree for name, tree in trees.items() if all(_is_name(rest) and rest in endings for rest in tree)}
 
 
-def mirror_leaf(
-    leaf: Leaf, path: str, planned: Mapping[str, PlannedLeaf], homes: Mapping[str, int] | None = None
-) -> Decision:
-    """Returns what `leaf`, with this `path`, takes from the planned leaf that it mirrors.
-
-    This is the first planned leaf whose path ends the leaf's own and whose shape is equal, or has one dimension more:
-    then the leaf takes the entries of the dimensions that it kept. Without any, it is the first that the leaf stacks,
-    or whose sizes it has. Several matches are tried in the order of `homes`, the counts of `count_homes`, and then the
-    longest path first. A leaf without a match stays as earlier rules decided, or is `P()`, with the reason.
-
-    ```python
-    from shardrules.core.counterparts.mirror import mirror_leaf
-
-    planned = {"w": ((8, 4), P("data"))}
-    assert mirror_leaf(sr.Leaf("0/mu/w", (8, 4), jnp.float32), "0/mu/w", planned).spec == P("data")
-    assert mirror_leaf(sr.Leaf("0/w", (10, 8, 4), jnp.float32), "0/w", planned).spec == P(None, "data", None)
-    ```
-    """
+def _mirror_leaf(leaf: Leaf, path: str, planned: Mapping[str, PlannedLeaf], homes: Counter[str]) -> Decision:
     if leaf.ndim == 0:
         return Decision(PartitionSpec(), "a scalar of the state")
     cuts = [(home, ending) for home, ending in _cuts(path) if ending in planned]
-    if homes is not None and len(cuts) > 1:
-        cuts.sort(key=lambda cut: -homes.get(cut[0], 0))
+    cuts.sort(key=lambda cut: -homes[cut[0]])  # among equals the longest path stays first
     match = _first_match(leaf.shape, cuts, planned) or _first_match(leaf.shape, _inner_cuts(path, planned), planned)
     if match is not None:
         spec, why, is_copy = match
@@ -124,14 +104,8 @@ def _unmirrored(leaf: Leaf, why: str) -> Decision:
     """The decision of earlier rules, or else `P()` with a note."""
     if leaf.spec is not None:
         return leaf.skip(why)
-    note = Finding(
-        "note",
-        "unmirrored",
-        f"{why}, so it is replicated",
-        leaf.path,
-        "If it is large, put another rule before the mirror",
-        leaf.shape,
-    )
+    remedy = "If it is large, put another rule before the mirror"
+    note = Finding("note", "unmirrored", f"{why}, so it is replicated", leaf.path, remedy, leaf.shape)
     whole = PartitionSpec()
     return Decision(whole, why, findings=(note, *_large_findings(leaf, whole, why)) if leaf.size > 1 else ())
 
@@ -140,17 +114,12 @@ def _large_findings(leaf: Leaf, spec: PartitionSpec, why: str) -> tuple[Finding,
     """A warning if a large leaf is whole on every device."""
     if leaf.nbytes < LARGE_BYTES or any(part is not None for part in spec.partitions):
         return ()
-    return (
-        Finding(
-            "warning",
-            "large-replicated",
-            f"{bytes_text(leaf.nbytes)} on every device, and no rule asks for it: {why}",
-            leaf.path,
-            "Put a rule that splits it before the mirror: CompositeShardingRule(rule, MirrorShardingRule(plan)), with "
-            "ReplicateShardingRule() as the rule if this is on purpose",
-            leaf.shape,
-        ),
+    message = f"{bytes_text(leaf.nbytes)} on every device, and no rule asks for it: {why}"
+    remedy = (
+        "Put a rule that splits it before the mirror: CompositeShardingRule(rule, MirrorShardingRule(plan)), with "
+        "ReplicateShardingRule() as the rule if this is on purpose"
     )
+    return (Finding("warning", "large-replicated", message, leaf.path, remedy, leaf.shape),)
 
 
 def _cuts(path: str) -> Iterator[tuple[str, str]]:
@@ -205,10 +174,12 @@ def _first_match(
 
 
 def _factored(shape: tuple[int, ...], spec: PartitionSpec, kept: Iterable[int]) -> tuple[PartitionSpec, str]:
+    return _kept_spec(shape, spec, kept), f"factored: keeps dims {_dims_text(kept)} of a planned leaf"
+
+
+def _kept_spec(shape: tuple[int, ...], spec: PartitionSpec, kept: Iterable[int]) -> PartitionSpec:
     planned_entries = entries(spec, len(shape))
-    return make_spec(
-        tuple(planned_entries[dim] for dim in kept)
-    ), f"factored: keeps dims {_dims_text(kept)} of a planned leaf"
+    return make_spec(tuple(planned_entries[dim] for dim in kept))
 
 
 def _stacked(
@@ -231,9 +202,8 @@ def _stacked(
     if kept is None:
         return None
     factor_spec, why = _factored(shape, spec, kept)
-    return make_spec(
-        ((),) * depth + entries(factor_spec, len(kept))
-    ), f"stacked along dims {_dims_text(range(depth))}, {why}"
+    stack_spec = make_spec(((),) * depth + entries(factor_spec, len(kept)))
+    return stack_spec, f"stacked along dims {_dims_text(range(depth))}, {why}"
 
 
 def _resized(
@@ -272,15 +242,11 @@ def _kept_dims(
     """The dimensions of `shape` that a leaf with one dimension fewer kept; `None` when that is ambiguous."""
     dims = range(len(shape))
     candidates = {
-        out: kept
-        for out in dims
-        for kept in [tuple(dim for dim in dims if dim != out)]
-        if tuple(shape[dim] for dim in kept) == kept_shape
+        out: (*dims[:out], *dims[out + 1 :]) for out in dims if (*shape[:out], *shape[out + 1 :]) == kept_shape
     }
     if not candidates:
         return None
-    planned_entries = entries(spec, len(shape))
-    first, *others = (make_spec(tuple(planned_entries[dim] for dim in kept)) for kept in candidates.values())
+    first, *others = (_kept_spec(shape, spec, kept) for kept in candidates.values())
     if all(same(other, first) for other in others):
         return next(iter(candidates.values()))
     # Equal dimensions: shapes cannot tell rows from columns, but the name of the field can. Adafactor factors the two

@@ -30,8 +30,7 @@ def as_path(path: Any, caller: str) -> Path:
 
 def open_regular(path: Path) -> FileIO:
     """Opens a file to read it; anything else that has its name, such as a pipe, raises an `OSError` at once."""
-    # Opening a pipe would wait for its writer.
-    handle = _opened(path, os.O_NONBLOCK)
+    handle = _opened(path, os.O_NONBLOCK)  # opening a pipe would wait for its writer
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(0, "it is not a regular file", str(path))

@@ -172,9 +172,9 @@ def _class_record(kind: Any, value: Any, name: str) -> Any:
     missing = [field for field, has_default in fields.items() if field not in value and not has_default]
     unknown = [field for field in value if field not in fields]
     if missing or unknown:
-        differences = [f"{', '.join(missing)} missing"] * bool(missing) + [f"{', '.join(unknown)} unknown"] * bool(
-            unknown
-        )
+        differences = [
+            f"{', '.join(names)} {kind}" for names, kind in ((missing, "missing"), (unknown, "unknown")) if names
+        ]
         raise LookupError(f"{name} has other fields: {'; '.join(differences)}. {SAVE_AGAIN}")
     hints = typing.get_type_hints(kind)
     return kind(**{field: record(hints[field], item, f"{name}.{field}") for field, item in value.items()})

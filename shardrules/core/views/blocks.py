@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias, final
 
 import attrs
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardrules.core.check import check_spec
@@ -73,14 +74,9 @@ class Blocks:
                 position, axis_indices[axis] = divmod(position, sizes[axis])
         # Along axes that split nothing every device has a copy.
         choices = [(axis_indices[axis],) if axis in axis_indices else range(size) for axis, size in self.mesh]
-        return Block(tuple(index), tuple(bounds), tuple(map(self._device_index, itertools.product(*choices))))
-
-    def _device_index(self, coordinates: Sequence[int]) -> int:
-        """The position of a device in the flattened mesh."""
-        device_index = 0
-        for coordinate, (_, size) in zip(coordinates, self.mesh, strict=True):
-            device_index = device_index * size + coordinate
-        return device_index
+        shape = tuple(size for _, size in self.mesh)
+        devices = np.arange(math.prod(shape)).reshape(shape)[np.ix_(*choices)]
+        return Block(tuple(index), tuple(bounds), tuple(devices.ravel().tolist()))
 
     def sentences(self) -> Iterator[str]:
         """Yields how each dimension is split, in words."""

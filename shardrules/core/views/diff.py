@@ -25,6 +25,9 @@ class Placement:
     device_bytes: int
 
 
+_ABSENT = Placement((), "", "", 0)
+
+
 @final
 @attrs.frozen
 class Placements:
@@ -101,7 +104,7 @@ class PlanDiff:
         """Returns the differences between the `placements()` of two plans."""
         before, after = old.leaves, new.leaves
         changes = [
-            _change(path, before.get(path), after.get(path))
+            _change(path, before.get(path, _ABSENT), after.get(path, _ABSENT))
             # A dictionary rather than a set, since sets are not in the same order on every host.
             for path in dict.fromkeys((*before, *after))
             if before.get(path) != after.get(path)
@@ -144,16 +147,10 @@ class PlanDiff:
     __repr__ = __str__
 
 
-def _change(path: str, old: Placement | None, new: Placement | None) -> Change:
-    present = new or old
-    assert present is not None
+def _change(path: str, old: Placement, new: Placement) -> Change:
     # Shape and dtype are the same on both sides of most changes, and only clutter the line then.
-    retyped = old is not None and new is not None and (old.shape, old.dtype) != (new.shape, new.dtype)
-    texts = _placement_text(old, retyped), _placement_text(new, retyped)
-    return Change(path, present.shape, *texts, old.device_bytes if old else 0, new.device_bytes if new else 0)
-
-
-def _placement_text(placement: Placement | None, with_type: bool) -> str:
-    if placement is None:
-        return ""
-    return f"{shape_text(placement.shape)} {placement.dtype} {placement.spec}" if with_type else placement.spec
+    retyped = bool(old.spec and new.spec) and (old.shape, old.dtype) != (new.shape, new.dtype)
+    before, after = (
+        f"{shape_text(side.shape)} {side.dtype} {side.spec}" if retyped else side.spec for side in (old, new)
+    )
+    return Change(path, (new if new.spec else old).shape, before, after, old.device_bytes, new.device_bytes)

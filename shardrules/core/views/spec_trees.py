@@ -1,7 +1,7 @@
 """Readers of specs and shardings for code around a model: which axes, which spec, which sharding."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.tree_util as jtu
@@ -13,14 +13,6 @@ from shardrules.core.context import current_mesh
 from shardrules.core.errors import NoMeshError, NoSpecError, SpecError
 from shardrules.core.spec import axis_names
 from shardrules.core.tree import named_leaves
-
-
-@runtime_checkable
-class _HasSharding(Protocol):
-    """Arrays, `ShapeDtypeStruct`s, and what other libraries use in their place."""
-
-    @property
-    def sharding(self) -> Any: ...
 
 
 def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
@@ -120,12 +112,7 @@ def extract_sharding_structure(pytree: Any) -> Any:
     assert sr.specs.extract_sharding_structure({"w": jnp.zeros(4), "step": 3}) == {"w": None, "step": None}
     ```
     """
-
-    def named(leaf: Any) -> NamedSharding | None:
-        sharding = _sharding(leaf)
-        return sharding if isinstance(sharding, NamedSharding) else None
-
-    return jax.tree.map(named, pytree)
+    return jax.tree.map(lambda leaf: _named(_sharding(leaf)), pytree)
 
 
 get_shardings_with_structure = extract_sharding_structure
@@ -138,12 +125,16 @@ def _sharding(leaf: Any) -> Any:
         # chosen yet for the others, which look replicated.
         typed = jax.typeof(leaf).sharding
         return typed if typed.mesh.are_all_axes_explicit else None
-    return leaf.sharding if isinstance(leaf, _HasSharding) else None
+    return getattr(leaf, "sharding", None)  # of arrays, shapes, and what other libraries use in their place
+
+
+def _named(sharding: Any) -> NamedSharding | None:
+    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def _named_sharding(path: str, sharding: Any, mesh: AnyMesh | None) -> NamedSharding | None:
     if not isinstance(sharding, PartitionSpec):
-        return sharding if isinstance(sharding, NamedSharding) else None
+        return _named(sharding)
     target_mesh = current_mesh() if mesh is None else mesh
     if target_mesh is None:
         raise NoMeshError(

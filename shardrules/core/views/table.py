@@ -8,7 +8,7 @@ from typing import Any, final
 import attrs
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, shown_mesh
-from shardrules.core.errors import MOST_LISTED, printable
+from shardrules.core.errors import printable, shortened
 from shardrules.core.finding import Finding, common_path, listing, shape_text, template
 from shardrules.core.leaf import Decision, Leaf
 from shardrules.core.spec import spec_repr
@@ -21,8 +21,7 @@ BYTES_COLUMN = 4
 """The column with numbers, which is aligned to the right."""
 
 MOST_ROWS = 400
-"""The rows that tables print unless they are asked for more, chosen by hand: equal layers share a row, so that models
-that people write have fewer."""
+"""The rows that tables print unless they are asked for more, chosen by hand."""
 
 
 @final
@@ -165,21 +164,16 @@ def table_html(table: Sequence[Row], totals: Totals, findings: Sequence[Finding]
     body = "".join(
         "<tr>"
         + "".join(
-            f"<td style='text-align:{_side(column)}'>{html.escape(cell)}</td>" for column, cell in enumerate(cells)
+            f"<td style='text-align:{'right' if column == BYTES_COLUMN else 'left'}'>{html.escape(cell)}</td>"
+            for column, cell in enumerate(cells)
         )
         + "</tr>"
         for cells in (row.cells() for row in table[:MOST_ROWS])
     )
     if len(table) > MOST_ROWS:
         body += f"<tr><td colspan='{len(COLUMNS)}'>{_more(len(table) - MOST_ROWS)}</td></tr>"
-    notes = "".join(f"<li><pre>{html.escape(str(finding))}</pre></li>" for finding in findings[:MOST_LISTED])
-    if len(findings) > MOST_LISTED:
-        notes += f"<li>and {len(findings) - MOST_LISTED:,} more</li>"
+    notes = "".join(f"<li><pre>{html.escape(str(finding))}</pre></li>" for finding in shortened(findings))
     return (
         f"<table><caption style='text-align:left'>{html.escape(str(totals))}</caption>"
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" + (f"<ul>{notes}</ul>" if notes else "")
     )
-
-
-def _side(column: int) -> str:
-    return "right" if column == BYTES_COLUMN else "left"

@@ -13,7 +13,7 @@ from equinox._jit import filter_jit as equinox_filter_jit  # equinox.filter_jit 
 from jax.sharding import Mesh
 
 from shardrules.core.axes import AnyMesh, check_mesh
-from shardrules.core.boxes import has_objects, share_variables, shared_leaves, write_variables
+from shardrules.core.boxes import objects_in, share_variables, shared_leaves, write_variables
 from shardrules.core.callables import update_wrapper
 from shardrules.core.context import current_mesh, trace_mesh
 from shardrules.core.errors import ConfigTypeError
@@ -144,7 +144,7 @@ class FilterJit:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         # Equinox loses writes to objects. Every call pays for this, so meshes are compared only where there is one.
-        if self.options.are_equinox and not has_objects((self.fn, args, kwargs)):
+        if self.options.are_equinox and not objects_in((self.fn, args, kwargs)):
             meshes = None if current_mesh() is None else self._meshes()
             if meshes is None or meshes.inside is meshes.outside:
                 return self._call_equinox(args, kwargs)

@@ -11,7 +11,7 @@ from shardrules.core.check import LARGE_BYTES
 from shardrules.core.errors import ConfigError, ConfigTypeError, RuleError, suggest
 from shardrules.core.fields import integer
 from shardrules.core.finding import Finding
-from shardrules.core.leaf import Decision, Leaf, conflict
+from shardrules.core.leaf import Decision, Leaf, undecided
 from shardrules.core.leaves import Leaves, Verdict
 from shardrules.core.rule import ChainShardingRule, LeavesShardingRule, ShardingRule, from_fields
 from shardrules.presets.huggingface.roles import FUSED, ROLE_NAMES, Parameter, Role, read_path
@@ -107,7 +107,7 @@ class HuggingFaceShardingRule(LeavesShardingRule):
             try:
                 decisions.append(layout.decide(leaf, read_path(leaf.path, roles)))
             except RuleError as error:
-                decisions.append(Decision(None, error.why, findings=(conflict(error),)))
+                decisions.append(undecided(error))
         return Verdict(tuple(decisions))
 
     def _axes(self, leaf: Leaf) -> "_Axes":

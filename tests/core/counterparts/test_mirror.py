@@ -17,7 +17,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.counterparts.mirror import PlannedLeaf, count_homes, mirror_leaf
 from shardrules.core.spec import entries, make_spec, same
 
 MESH = sr.mesh_shape("a:2,b:2,c:2")
@@ -640,23 +639,6 @@ def test_the_rule_is_a_value_that_prints_as_code() -> None:
     assert rule == sr.MirrorShardingRule((("w", (8,), P(("a",))),))
     assert hash(rule) == hash(sr.MirrorShardingRule(plan))
     assert eval(repr(rule), {"MirrorShardingRule": sr.MirrorShardingRule, "P": P}) == rule
-
-
-# ---- the functions themselves ----
-
-
-def test_homes_counts_planned_leaves_below_each_place() -> None:
-    planned: dict[str, PlannedLeaf] = {"w": ((8,), P()), "mu/w": ((8,), P())}
-    assert count_homes(["0/mu/w", "0/mu/mu/w", "0/count"], planned) == {"0/mu": 2, "0": 1, "0/mu/mu": 1}
-    assert count_homes(["0/mu", ""], {"": ((8,), P())}) == {"0/mu": 1, "": 1}
-
-
-def test_the_fuller_home_comes_first_and_then_the_longest_path() -> None:
-    leaf = sr.Leaf("0/mu/w", (8,), jnp.float32)
-    planned = {"w": ((8,), P("a")), "mu/w": ((8,), P("b"))}
-    assert mirror_leaf(leaf, leaf.path, planned).spec == P("b")
-    assert mirror_leaf(leaf, leaf.path, planned, {"0/mu": 1, "0": 1}).spec == P("b")
-    assert mirror_leaf(leaf, leaf.path, planned, {"0/mu": 2, "0": 1}).spec == P("a")
 
 
 # ---- in a chain, in other path styles, and arguments that are not plans ----

@@ -140,10 +140,6 @@ def test_what_was_written_is_read() -> None:
     assert codec.loads(text.replace('"attr"', '"index"')).path_style == "index"
 
 
-def test_an_empty_plan_without_a_mesh() -> None:
-    assert codec.loads(codec.dumps(None, [], [], "attr", "")) == codec.SavedPlan(None, (), (), "attr", "")
-
-
 def test_a_mesh_keeps_the_order_of_its_axes() -> None:
     mesh = codec.loads(codec.dumps({"z": 2, "a": 1, "m": 4}, [], [], "attr", "")).mesh
     assert mesh is not None
