@@ -115,9 +115,7 @@ def lay_out(
         # Hosts that lost a device, or a part of the devices: no axis can be a product, but their order still keeps
         # most neighbours on one host.
         if kind == "process" and requested is None:
-            joined = np.empty(len(infos), object)
-            joined[:] = [info for granule in granules for info in granule]
-            return layout_of(joined.reshape(shape))
+            return layout_of([info for granule in granules for info in granule], shape)
         raise MeshError(
             f"mesh {label}: the {_plural(kind)} hold {', '.join(map(str, sizes))} devices, but a layout needs equally "
             f"many of each. Pass devices= with equally many of each, or place each device: "
@@ -133,13 +131,13 @@ def lay_out(
     return Layout(ids, outer, kind if len(granules) > 1 else None)
 
 
-def layout_of(placed: np.ndarray) -> Layout:
-    """Returns the layout of devices that have a position already: an array of `DeviceInfo` in the mesh's shape."""
-    kind, granules = _granules(placed.ravel().tolist(), None, ordered=True)
+def layout_of(devices: Sequence[DeviceInfo], shape: tuple[int, ...]) -> Layout:
+    """Returns the layout of devices that have a position already: those of a mesh of this shape, row by row."""
+    kind, granules = _granules(devices, None, ordered=True)
     granule_of = {device.id: index for index, granule in enumerate(granules) for device in granule}
-    ids = np.vectorize(lambda device: device.id, otypes=[int])(placed)
-    granule_indices = np.vectorize(granule_of.__getitem__, otypes=[int])(ids)
-    lines = [np.moveaxis(granule_indices, dim, -1).reshape(-1, size) for dim, size in enumerate(placed.shape)]
+    ids = np.array([device.id for device in devices]).reshape(shape)
+    granule_indices = np.array([granule_of[device.id] for device in devices]).reshape(shape)
+    lines = [np.moveaxis(granule_indices, dim, -1).reshape(-1, size) for dim, size in enumerate(shape)]
     # Devices that a user placed may cross granules on some lines only; one slow line is enough to slow down the axis.
     outer = tuple(max(len(dict.fromkeys(line)) for line in along.tolist()) for along in lines)
     return Layout(ids, outer, kind if len(granules) > 1 else None)

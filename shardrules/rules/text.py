@@ -6,6 +6,7 @@ is parsed and never run: it holds names, literals and `|`, nothing else.
 
 import ast
 import functools
+import importlib
 import inspect
 import operator
 import re
@@ -19,7 +20,6 @@ from shardrules.core.rule import ShardingRule
 from shardrules.rules.auto import AutoShardingRule
 from shardrules.rules.dim import DimShardingRule
 from shardrules.rules.fsdp import FSDPShardingRule
-from shardrules.rules.late import HUGGING_FACE
 from shardrules.rules.logical import LogicalShardingRule
 from shardrules.rules.memory import MemoryConstrainedShardingRule
 from shardrules.rules.replicate import ReplicateShardingRule
@@ -30,11 +30,18 @@ Op: TypeAlias = Callable[..., ShardingRule]
 Ops: TypeAlias = Mapping[str, Op]
 """Ops by name: a value to pass on, not a registry of the process."""
 
+
+def hugging_face_rule(tensor: Any = "auto", fsdp: Any = "auto", head_dim: Any = None, roles: Any = ()) -> ShardingRule:
+    """Returns a `HuggingFaceShardingRule`. Presets stand above this room: a dotted name is the one way up."""
+    module = importlib.import_module("shardrules.presets.huggingface.rule")
+    return module.HuggingFaceShardingRule(tensor, fsdp, head_dim, roles)
+
+
 DEFAULT_OPS: Ops = MappingProxyType(
     {
         "auto": AutoShardingRule,
         "fsdp": FSDPShardingRule,
-        "hf": HUGGING_FACE,
+        "hf": hugging_face_rule,
         "logical": LogicalShardingRule,
         "memory": MemoryConstrainedShardingRule,
         "replicate": ReplicateShardingRule,
