@@ -7,7 +7,7 @@ stays inside one. The outer parts multiply to the number of granules, the inner 
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias, final
 
 import attrs
@@ -150,21 +150,21 @@ def _plural(kind: Granule) -> str:
 def _granules(
     devices: Sequence[DeviceInfo], dcn_mesh_dims: Sequence[int] | None, ordered: bool
 ) -> tuple[Granule, list[list[DeviceInfo]]]:
-    by_slice = _grouped(devices, lambda device: -1 if device.slice_index is None else device.slice_index, ordered)
-    if len(by_slice) > 1:
-        return "slice", by_slice
+    slices = [-1 if device.slice_index is None else device.slice_index for device in devices]
+    if len(dict.fromkeys(slices)) > 1:
+        return "slice", _grouped(devices, slices, ordered)
     # The processes of one torus are joined by it, and it is the torus that a layout has to follow.
     torus = all(device.platform == "tpu" for device in devices)
     split_by_process = dcn_mesh_dims is not None and any(part != 1 for part in dcn_mesh_dims)
     if torus and not split_by_process:
         return "process", [list(devices)]
-    return "process", _grouped(devices, lambda device: device.process_index, ordered)
+    return "process", _grouped(devices, [device.process_index for device in devices], ordered)
 
 
-def _grouped(devices: Sequence[DeviceInfo], key: Callable[[DeviceInfo], int], ordered: bool) -> list[list[DeviceInfo]]:
+def _grouped(devices: Sequence[DeviceInfo], keys: Sequence[int], ordered: bool) -> list[list[DeviceInfo]]:
     groups: dict[int, list[DeviceInfo]] = {}
-    for device in devices:
-        groups.setdefault(key(device), []).append(device)
+    for device, key in zip(devices, keys, strict=True):
+        groups.setdefault(key, []).append(device)
     return [groups[index] for index in (sorted(groups) if ordered else groups)]
 
 
@@ -175,10 +175,9 @@ def _outer(
     if requested is not None:
         return _requested_outer(shape, label, kind, count, requested)
     # All slices on one axis, if possible: then the other axes never use the slow network.
-    if kind == "slice":
-        for dim, size in enumerate(shape):
-            if size % count == 0:
-                return tuple(count if other == dim else 1 for other in range(len(shape)))
+    dims = [dim for dim, size in enumerate(shape) if size % count == 0] if kind == "slice" else []
+    if dims:
+        return tuple(count if dim == dims[0] else 1 for dim in range(len(shape)))
     # It exists: granules of equal size times their number is the size of the mesh, so every prime finds an axis.
     return next(outer_shapes(shape, count))
 
@@ -217,4 +216,4 @@ def _granule_ids(shape: tuple[int, ...], label: str, devices: list[DeviceInfo], 
         hint = "" if split else " allow_split_physical_axes=True lets one axis of the torus serve several of the mesh."
         reason = str(error).rstrip(".")
         raise MeshError(f"mesh {label}: its devices cannot be laid out as {shape}: {reason}.{hint}") from error
-    return np.vectorize(lambda device: device.id, otypes=[int])(placed)
+    return np.array([device.id for device in placed.flat]).reshape(shape)

@@ -216,9 +216,10 @@ def test_a_report_lists_the_largest_replicated_arrays() -> None:
         sr.reports.ReplicatedLeaf("layers/*/norm", (16,), 3, 192),
         sr.reports.ReplicatedLeaf("scale", (), 1, 4),
     )
-    tree, specs = tree_and_specs()
-    assert ANALYZER.analyze(tree, specs, largest=1).replicated == report.replicated[:1]
-    assert ANALYZER.analyze(tree, specs, largest=0).replicated == ()
+    many = {f"w{index}": f32(index) for index in range(12)}
+    assert [leaf.path for leaf in ANALYZER.analyze(many, jax.tree.map(lambda _: P(), many)).replicated] == [
+        f"w{index}" for index in range(11, 1, -1)
+    ]
 
 
 PAGE = """\

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.core.errors import MeshError, UnknownAxisError
-from shardrules.mesh.parts import DimPart, batch_part, dim_part
+from shardrules.mesh.parts import batch_part, dim_part
 
 
 @final
@@ -61,7 +61,7 @@ MESHES: dict[str, tuple[Any, tuple[str, ...], tuple[int, int]]] = {
 @pytest.mark.parametrize("name", MESHES)
 def test_parts_follow_from_the_mesh(name: str) -> None:
     fake, axes, expected = MESHES[name]
-    assert dim_part(axes, fake) == DimPart(*expected)
+    assert dim_part(axes, fake) == expected
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,7 @@ _FSDP_AXES = ("fsdp", "data", "dp")
 _EXPERT_AXES = ("expert", "ep")
 
 _USUAL_HEAD_DIM = 128
-"""The size in most large models. Where the size is unknown, shards that are no multiple of it are reported: with
-256 that would be most models on most meshes, with 64 it would miss heads of 128 that are cut in half."""
+"""The size in most large models. Where the size is unknown, shards that are no multiple of it are reported."""
 
 _SMALL_BYTES = 2**20
 """Below this, what tensor parallelism keeps whole, such as a router, is not worth gathering in each step. Chosen
@@ -45,9 +44,7 @@ def _as_optional_axis(axis: Any) -> Axis | None:
 
 def _as_roles(roles: Mapping[str, Role] | Iterable[tuple[str, Role]]) -> tuple[tuple[str, Role], ...]:
     try:
-        pairs: tuple[tuple[str, Role], ...] = tuple(
-            [(name.replace("/", "."), role) for name, role in dict(roles).items()]
-        )
+        pairs: tuple[Any, ...] = tuple([(name.replace("/", "."), role) for name, role in dict(roles).items()])
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigTypeError(
             f"roles must map names of modules to roles, {{'up': 'columns'}}; got {roles!r}"
@@ -111,7 +108,7 @@ class HuggingFaceShardingRule(LeavesShardingRule):
         return Verdict(tuple(decisions))
 
     def _axes(self, leaf: Leaf) -> "_Axes":
-        """The axes to use on the mesh of `leaf`; those of size 1 split nothing."""
+        """The axes to use on the mesh of `leaf`: an axis of size 1 splits nothing."""
         sizes = leaf.sizes
         tensor = next((name for name in _TENSOR_AXES if name in sizes), None) if self.tensor == _AUTO else self.tensor
         fsdp = next((name for name in _FSDP_AXES if name in sizes), None) if self.fsdp == _AUTO else self.fsdp
@@ -199,7 +196,6 @@ class _Layout:
     is_packed: bool
 
     def decide(self, leaf: Leaf, parameter: Parameter) -> Decision:
-        """Returns the decision for one leaf."""
         role = parameter.role
         if role is None and (leaf.ndim > 1 or leaf.nbytes >= LARGE_BYTES):
             return leaf.skip("not a name of a Hugging Face checkpoint")

@@ -27,13 +27,14 @@ A rule is a table with a `type` and the arguments of that rule, or a text such a
 """
 
 import contextlib
+import functools
 import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar, final, get_args
+from typing import Any, TypeVar, final, get_args
 
 import attrs
 from jax.sharding import AbstractMesh, PartitionSpec
@@ -323,7 +324,7 @@ class _Reader:
         if not isinstance(name, str) or name not in TYPES:
             near = suggest(name, TYPES) if isinstance(name, str) else ""
             raise self._note(f"unknown rule {name!r}{near}; the rules are {', '.join(TYPES)}", "type")
-        return self._typed_rule(TYPES[name], name, value)
+        return self._typed_rule(name, value)
 
     def _rule_without_type(self, table: Mapping[str, Any]) -> ShardingRule:
         # `paht` and `spek` are not the arguments of a rule whose type is missing.
@@ -342,15 +343,19 @@ class _Reader:
         keys = ", ".join(table) or "nothing"
         raise ConfigError(f"a rule needs a type or a path, but this has {keys}; types are {', '.join(TYPES)}")
 
-    def _typed_rule(self, rule_type: "_RuleType", name: str, table: Mapping[str, Any]) -> ShardingRule:
-        readers = {key: read.__get__(self) for key, read in {"type": _Reader.plain, **rule_type.fields}.items()}
-        args = self._table(table, f"the rule {name!r}", readers, similar="path")
+    def _typed_rule(self, name: str, table: Mapping[str, Any]) -> ShardingRule:
+        parameters = inspect.signature(TYPES[name]).parameters
+        readers = {
+            key: _READERS.get(f"{name}.{key}", _READERS.get(key, _Reader.plain)) for key in ("type", *parameters)
+        }
+        bound = {key: functools.partial(read, self) for key, read in readers.items()}
+        args = self._table(table, f"the rule {name!r}", bound, similar="path")
         del args["type"]
-        missing = [key for key in rule_type.required if key not in args]
+        missing = [key for key, value in parameters.items() if value.default is value.empty and key not in args]
         if missing:
             raise ConfigError(f"the rule {name!r} needs {' and '.join(missing)}")
         try:
-            return rule_type.make(**args)
+            return TYPES[name](**args)
         except (ShardRulesError, TypeError) as error:
             # Messages of rules name their argument, which is the key in the file.
             keys = [key for key in args if re.search(rf"\b{key}\b", str(error))]
@@ -471,64 +476,47 @@ class _Reader:
         return ShardingPlan.from_json(read_text(self.file.parent / value))
 
 
-_ReadField: TypeAlias = Callable[[_Reader, Any], Any]
-
-
-@final
-@attrs.frozen
-class _RuleType:
-    """A rule in TOML: how it is made, how each of its arguments is read, and which it needs."""
-
-    make: Callable[..., ShardingRule]
-    fields: Mapping[str, _ReadField]
-    required: tuple[str, ...] = ()
-
-
-def _rule_type(make: Callable[..., ShardingRule], **readers: _ReadField) -> _RuleType:
-    """A rule with the arguments of its class, each read by its reader or, without one, passed on."""
-    parameters = inspect.signature(make).parameters.values()
-    fields = {parameter.name: readers.get(parameter.name, _Reader.plain) for parameter in parameters}
-    required = tuple(parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty)
-    return _RuleType(make, fields, required)
-
-
-TYPES: Mapping[str, _RuleType] = MappingProxyType(
+_READERS: Mapping[str, Callable[[_Reader, Any], Any]] = MappingProxyType(
     {
-        "auto": _rule_type(
-            AutoShardingRule,
-            mesh=_Reader.mesh,
-            axis_names=_Reader.axis_list,
-            min_shard_size=_Reader.number,
-            reverse=_Reader.flag,
+        **dict.fromkeys(("axis", "tensor", "fsdp"), _Reader.axis),
+        **dict.fromkeys(("min_shard_size", "min_size", "dim", "dims", "head_dim"), _Reader.number),
+        **dict.fromkeys(("reverse", "empty_is_opinion", "ignore_ndim_error"), _Reader.flag),
+        "axis_names": _Reader.axis_list,
+        "fitted.rule": _Reader.fitted,
+        "file": _Reader.plan,
+        "mapping": _Reader.names,
+        "max_memory_per_device": _Reader.bytes,
+        "mesh": _Reader.mesh,
+        "patterns": _Reader.shapes,
+        "regex.rules": _Reader.patterns,
+        "rule": _Reader.rule,
+        "rules": _Reader.rules,
+        "specs": _Reader.specs,
+    }
+)
+"""The readers of the arguments of rules, by the name of the argument, or of the rule too."""
+
+
+TYPES: Mapping[str, Callable[..., ShardingRule]] = MappingProxyType(
+    {
+        "auto": AutoShardingRule,
+        "chain": lambda rules: ChainShardingRule(*rules),
+        "composite": lambda rules, empty_is_opinion=True: CompositeShardingRule(
+            *rules, empty_is_opinion=empty_is_opinion
         ),
-        "chain": _RuleType(lambda rules: ChainShardingRule(*rules), {"rules": _Reader.rules}, ("rules",)),
-        "composite": _RuleType(
-            lambda rules, **options: CompositeShardingRule(*rules, **options),
-            {"rules": _Reader.rules, "empty_is_opinion": _Reader.flag},
-            ("rules",),
-        ),
-        "fitted": _rule_type(FittedShardingRule, rule=_Reader.fitted),
-        "fsdp": _rule_type(FSDPShardingRule, axis=_Reader.axis),
-        "hf": _rule_type(hugging_face_rule, tensor=_Reader.axis, fsdp=_Reader.axis, head_dim=_Reader.number),
-        "logical": _rule_type(LogicalShardingRule, mapping=_Reader.names),
-        "memory": _rule_type(
-            MemoryConstrainedShardingRule,
-            max_memory_per_device=_Reader.bytes,
-            mesh=_Reader.mesh,
-            axis_names=_Reader.axis_list,
-        ),
-        "mirror": _RuleType(lambda file: MirrorShardingRule(plan=file), {"file": _Reader.plan}, ("file",)),
-        "plan": _RuleType(lambda file: file.as_rule(), {"file": _Reader.plan}, ("file",)),
-        "regex": _rule_type(RegexShardingRule, rules=_Reader.patterns, min_size=_Reader.number),
-        "replicate": _rule_type(ReplicateShardingRule),
-        "shape": _RuleType(
-            lambda patterns: ShapeBasedShardingRule(shape_patterns=patterns),
-            {"patterns": _Reader.shapes},
-            ("patterns",),
-        ),
-        "shard_dim": _rule_type(DimShardingRule, axis=_Reader.axis, dim=_Reader.number, ignore_ndim_error=_Reader.flag),
-        "specs": _rule_type(SpecTreeShardingRule, specs=_Reader.specs),
-        "stacked": _rule_type(StackedShardingRule, rule=_Reader.rule, dims=_Reader.number, axis=_Reader.axis),
+        "fitted": FittedShardingRule,
+        "fsdp": FSDPShardingRule,
+        "hf": hugging_face_rule,
+        "logical": LogicalShardingRule,
+        "memory": MemoryConstrainedShardingRule,
+        "mirror": lambda file: MirrorShardingRule(plan=file),
+        "plan": lambda file: file.as_rule(),
+        "regex": RegexShardingRule,
+        "replicate": ReplicateShardingRule,
+        "shape": lambda patterns: ShapeBasedShardingRule(shape_patterns=patterns),
+        "shard_dim": DimShardingRule,
+        "specs": SpecTreeShardingRule,
+        "stacked": StackedShardingRule,
     }
 )
 """The rules by their names in files."""

@@ -53,7 +53,7 @@ from shardrules.presets.eformer.axes import (
     as_dims,
     as_logical,
 )
-from shardrules.presets.eformer.partition_axis import AxisFields, PartitionAxis, RegisteredAxis
+from shardrules.presets.eformer.partition_axis import PartitionAxis, RegisteredAxis
 
 DIMS = {
     "data_parallel_axis": "dp",
@@ -721,7 +721,7 @@ def test_lists_of_axes_are_checked() -> None:
 
 def test_the_signature_lists_all_arguments_with_their_defaults() -> None:
     parameters = inspect.signature(PartitionAxis).parameters
-    assert set(parameters) == {*AxisFields.__annotations__, "registered"}
+    assert set(parameters) == {*DIMS, *DERIVED, *NONE, *(f"decode_{name}" for name in GENERATION), "registered"}
     assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
     assert parameters["tensor_parallel_axis"].default == "tp"
     assert parameters["head_axis"].default is ...
