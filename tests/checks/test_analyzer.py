@@ -15,13 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.presets import eformer
+from tests.zoo import f32
 
 MESH = sr.mesh_shape("dp:2,tp:4")
 ANALYZER = sr.ShardingAnalyzer(MESH)
-
-
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 # ---- validate_partition_specs ----

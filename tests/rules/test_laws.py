@@ -79,24 +79,14 @@ def test_rules_are_frozen_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in RULES if name not in ON_DEVICES])
-def test_the_repr_of_a_rule_builds_it_again(name: str) -> None:
+def test_the_repr_of_a_rule_builds_it_again_and_so_does_pickle(name: str) -> None:
     rule = RULES[name]()
-    again = eval(repr(rule), {**vars(sr), **vars(zoo), "P": P})
-    assert again == rule
-    assert hash(again) == hash(rule)
-    assert repr(again) == repr(rule)
-    assert again.reads_index == rule.reads_index
-    assert again.parts == rule.parts
-
-
-@pytest.mark.parametrize("name", [name for name in RULES if name not in ON_DEVICES])
-def test_rules_pickle(name: str) -> None:
-    rule = RULES[name]()
-    again = pickle.loads(pickle.dumps(rule))
-    assert again == rule
-    assert hash(again) == hash(rule)
-    assert repr(again) == repr(rule)
-    assert again.reads_index == rule.reads_index
+    for again in (eval(repr(rule), {**vars(sr), **vars(zoo), "P": P}), pickle.loads(pickle.dumps(rule))):
+        assert again == rule
+        assert hash(again) == hash(rule)
+        assert repr(again) == repr(rule)
+        assert again.reads_index == rule.reads_index
+        assert again.parts == rule.parts
 
 
 def test_no_two_rules_of_the_zoo_are_equal() -> None:

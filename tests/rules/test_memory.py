@@ -13,14 +13,11 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.zoo import f32
 
 MIB = 2**20
 MESH = sr.mesh_shape("data:4,model:2")
 Memory = sr.MemoryConstrainedShardingRule
-
-
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def device_bytes(plan: sr.ShardingPlan) -> int:
