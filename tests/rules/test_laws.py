@@ -337,7 +337,7 @@ def run(code: str, **environment: str) -> str:
 @pytest.mark.slow
 def test_plans_are_the_same_under_every_hash_seed() -> None:
     code = "from tests.rules.test_laws import report; print(report())"
-    seeds = [str(seed) for seed in range(8)]  # the order of a set of two differs in some of them, but for 1 in 128
+    seeds = [str(seed) for seed in range(5)]  # the order of a set of two differs in some of them, but for 1 in 16
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         texts = list(pool.map(lambda seed: run(code, PYTHONHASHSEED=seed), seeds))
     plans = json.loads(texts[0])
