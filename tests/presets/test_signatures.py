@@ -143,7 +143,7 @@ def test_an_argument_that_is_missing_is_found() -> None:
 
 def test_fields_of_partition_axes_have_the_names_that_others_know() -> None:
     fields = inspect.signature(eformer.PartitionAxis).parameters
-    # What both versions of eformer have, of which the later one says decode for generation.
+    # Both versions of eformer have these; the later one says decode for generation.
     parallelism = ("data", "fully_sharded_data", "tensor", "sequence", "expert")
     logical = ("batch", "sequence", "query_sequence", "head", "kv_head", "key_sequence", "hidden_state")
     logical += ("mlp_intermediate", "vocab", "expert", "expert_gate", "attention_dim", "attention_kv_dim")

@@ -377,12 +377,6 @@ def test_findings_inside_a_stack_are_about_the_whole_array() -> None:
     assert finding.shape == (6, 8)
 
 
-@pytest.mark.parametrize("dims", [0, -1])
-def test_a_stack_needs_a_dimension(dims: int) -> None:
-    with pytest.raises(sr.errors.ConfigError, match="dims must be 1 or more, got"):
-        sr.StackedShardingRule(ROWS, dims)
-
-
 # ---- SpecTreeShardingRule ----
 
 
@@ -457,76 +451,6 @@ def test_leaf_rules_with_rules_in_fields_read_indices_unless_they_say_otherwise(
     assert layer_specs(FirstWhole(sr.DimShardingRule("data", 0))) == [P(), *[P("data", None)] * 3]
 
 
-def test_rules_for_many_leaves_read_as_much_as_the_rules_inside() -> None:
-    @attrs.frozen
-    class Around(sr.LeavesShardingRule):
-        rules: tuple[sr.ShardingRule, ...] = ()
-
-        def decide_all(self, leaves: sr.Leaves) -> sr.Verdict:
-            return sr.decide(self.rules[0], leaves)
-
-    by_index = sr.RegexShardingRule([("layers/0", P("data"))])
-    assert Around().reads_index == "value"
-    assert Around((Around(),)).reads_index == "value"
-    assert Around((ROWS, Around((ROWS,)))).reads_index == "no"
-    assert Around((ROWS, Around((by_index,)))).reads_index == "value"
-
-
-def test_a_rule_may_refer_to_the_rule_around_it() -> None:
-    class Child(sr.LeafShardingRule):
-        def __init__(self, parent: "Parent") -> None:
-            self.parent = parent
-
-        def decide(self, leaf: sr.Leaf) -> sr.Decision:
-            return leaf.shard(0, self.parent.axis)
-
-    class Parent(sr.LeavesShardingRule):
-        def __init__(self) -> None:
-            self.axis = "data"
-            self.child = Child(self)
-            self.budget = sr.MemoryConstrainedShardingRule(8, scope="tree", axis_names=("data",))
-
-        def decide_all(self, leaves: sr.Leaves) -> sr.Verdict:
-            return sr.decide(self.child, leaves)
-
-    assert layer_specs(Parent()) == [P("data", None)] * 4
-    assert Parent().tree_budgets == Parent().child.tree_budgets == (8,)
-    assert Parent().reads_index == "value"
-
-
-def test_attributes_that_a_subclass_sets_are_looked_through() -> None:
-    @attrs.frozen
-    class Base(sr.LeavesShardingRule):
-        name: str = "base"
-
-        def decide_all(self, leaves: sr.Leaves) -> sr.Verdict:
-            return sr.Verdict(tuple(leaf.skip("") for leaf in leaves.items))
-
-    class Sub(Base):
-        def __init__(self, inner: sr.ShardingRule) -> None:
-            super().__init__("sub")
-            object.__setattr__(self, "inner", inner)
-
-    inner = sr.MemoryConstrainedShardingRule(8, scope="tree", axis_names=("data",))
-    assert Sub(inner).parts == (inner,)
-    assert Sub(inner).tree_budgets == (8,)
-
-
-def test_changed_attributes_change_what_is_derived() -> None:
-    class Around(sr.LeavesShardingRule):
-        def __init__(self, rule: sr.ShardingRule) -> None:
-            self.rule = rule
-
-        def decide_all(self, leaves: sr.Leaves) -> sr.Verdict:
-            return sr.decide(self.rule, leaves)
-
-    rule = Around(sr.DimShardingRule("data", 0))
-    assert layer_specs(rule) == [P("data", None)] * 4
-    rule.rule = sr.RegexShardingRule([("layers/0", P("data"))])
-    assert rule.parts == (rule.rule,)
-    assert layer_specs(rule) == [P("data"), P(), P(), P()]
-
-
 def test_a_rule_that_asks_one_outside_its_fields_must_read_as_much() -> None:
     by_index = sr.RegexShardingRule([("layers/0", P("data")), (".*", P())])
 
@@ -547,24 +471,52 @@ def test_a_rule_that_asks_one_outside_its_fields_must_read_as_much() -> None:
     assert layer_specs(SaysSo()) == [P("data"), P(), P(), P()]
 
 
-def test_fields_without_a_value_and_lists_in_themselves_hold_no_rules() -> None:
+class Around(sr.LeavesShardingRule):
+    """A rule of a user around another one, in an attribute that can be assigned."""
+
+    def __init__(self, rule: sr.ShardingRule, *others: Any) -> None:
+        self.rule = rule
+        self.others = list(others)
+
+    def decide_all(self, leaves: sr.Leaves) -> sr.Verdict:
+        return sr.decide(self.rule, leaves)
+
+
+BY_INDEX = sr.RegexShardingRule([("layers/0", P("data"))])
+BUDGET = sr.MemoryConstrainedShardingRule(8, scope="tree", axis_names=("data",))
+
+
+def test_rules_for_many_leaves_read_as_much_as_the_rules_in_their_attributes() -> None:
+    assert Around(ROWS, Around(ROWS)).reads_index == "no"
+    assert Around(ROWS, Around(BY_INDEX)).reads_index == "value"
+    assert Around(ROWS, "x", (BUDGET, 3)).parts == (ROWS, BUDGET)
+    assert Around(ROWS, BUDGET).tree_budgets == (8,)
+    rule = Around(ROWS)
+    assert layer_specs(rule) == [P("data", None)] * 4
+    rule.rule = BY_INDEX
+    assert rule.parts == (BY_INDEX,)
+    assert layer_specs(rule) == [P("data"), P(), P(), P()]
+
+
+def test_rules_and_lists_may_refer_to_what_is_around_them_and_are_visited_once() -> None:
+    rule = Around(ROWS, BUDGET)
+    rule.others += [rule.others, Around(rule)]
+    assert rule.parts[:2] == (ROWS, BUDGET)
+    assert rule.tree_budgets == (8,)
+    assert layer_specs(rule) == [P("data", None)] * 4
+    nested: sr.ShardingRule = BUDGET
+    for _ in range(60):
+        nested = sr.CompositeShardingRule(nested, nested)
+    assert (nested.tree_budgets, nested.reads_index) == ((8,), "value")
+
+
+def test_a_field_that_has_no_value_yet_holds_no_rule() -> None:
     @attrs.define
     class Late(sr.LeafShardingRule):
         memo: dict[str, int] = attrs.field(init=False)
-        items: list[Any] = attrs.field(factory=list)
 
         def decide(self, leaf: sr.Leaf) -> sr.Decision:
             return leaf.shard(0, "data")
 
-    rule = Late()
-    rule.items += [rule.items, ROWS]
-    assert rule.parts == (ROWS,)
-    assert decided(rule, 4).spec == P("data")
-
-
-def test_rules_inside_many_rules_are_visited_once() -> None:
-    rule: sr.ShardingRule = sr.MemoryConstrainedShardingRule(8, scope="tree", axis_names=("data",))
-    for _ in range(60):
-        rule = sr.CompositeShardingRule(rule, rule)
-    assert rule.tree_budgets == (8,)
-    assert rule.reads_index == "value"
+    assert Late().parts == ()
+    assert decided(Late(), 4).spec == P("data")

@@ -271,6 +271,7 @@ UNREDUCED = P("a", unreduced=frozenset({"b"}))
         (lambda: UNTYPED.LogicalShardingRule("ab"), "must be a dictionary or pairs.*; got 'ab'"),
         (lambda: UNTYPED.FittedShardingRule("fsdp('data')"), r"FittedShardingRule takes ShardingRules.*parse_rule"),
         (lambda: UNTYPED.StackedShardingRule(P("data")), "StackedShardingRule takes ShardingRules"),
+        (lambda: UNTYPED.StackedShardingRule(sr.ReplicateShardingRule(), 0), "dims must be 1 or more, got 0"),
     ],
 )
 def test_invalid_arguments_raise(make: Any, match: str) -> None:

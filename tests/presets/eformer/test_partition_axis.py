@@ -59,63 +59,26 @@ DIMS = {
     "sequence_parallel_axis": "sp",
     "expert_parallel_axis": "ep",
 }
-DERIVED = {
+DERIVED: dict[str, Any] = {
     "batch_axis": ("fsdp", "dp"),
-    "sequence_axis": "sp",
-    "query_sequence_axis": "sp",
-    "head_axis": "tp",
-    "kv_head_axis": "tp",
-    "key_sequence_axis": "sp",
-    "hidden_state_axis": "tp",
-    "mlp_intermediate_axis": "tp",
-    "vocab_axis": "tp",
+    **dict.fromkeys(
+        ("sequence_axis", "query_sequence_axis", "key_sequence_axis", "generation_key_sequence_axis"), "sp"
+    ),
+    **dict.fromkeys(("head_axis", "kv_head_axis", "generation_head_axis", "generation_kv_head_axis"), "tp"),
+    **dict.fromkeys(("hidden_state_axis", "mlp_intermediate_axis", "vocab_axis"), "tp"),
     "expert_axis": "ep",
-    "generation_head_axis": "tp",
-    "generation_kv_head_axis": "tp",
-    "generation_key_sequence_axis": "sp",
 }
-NONE = (
-    "expert_gate_axis",
-    "attention_dim_axis",
-    "attention_kv_dim_axis",
-    "bias_head_sequence_axis",
-    "bias_key_sequence_axis",
-    "generation_batch_axis",
-    "generation_query_sequence_axis",
-    "generation_attention_dim_axis",
-    "generation_attention_kv_dim_axis",
-)
-GENERATION = (
-    "batch_axis",
-    "query_sequence_axis",
-    "head_axis",
-    "kv_head_axis",
-    "key_sequence_axis",
-    "attention_dim_axis",
-    "attention_kv_dim_axis",
-)
-TOKEN_FIELDS = {
-    BATCH: "batch_axis",
-    LENGTH: "sequence_axis",
-    QUERY_LENGTH: "query_sequence_axis",
-    KV_LENGTH: "key_sequence_axis",
-    EMBED: "hidden_state_axis",
-    HEAD: "head_axis",
-    KV_HEAD: "kv_head_axis",
-    MLP_INTERMEDIATE: "mlp_intermediate_axis",
-    VOCAB: "vocab_axis",
-    EXPERT: "expert_axis",
-    EXPERT_GATE: "expert_gate_axis",
-    HEAD_DIM: "attention_dim_axis",
-    KV_HEAD_DIM: "attention_kv_dim_axis",
-    BIAS_HEAD_SEQ: "bias_head_sequence_axis",
-    BIAS_KV_SEQ: "bias_key_sequence_axis",
-    DP: "data_parallel_axis",
-    FSDP: "fully_sharded_data_parallel_axis",
-    TP: "tensor_parallel_axis",
-    SP: "sequence_parallel_axis",
-    EP: "expert_parallel_axis",
-}
+ATTENTION_DIMS = ("attention_dim_axis", "attention_kv_dim_axis")
+BIASES = ("bias_head_sequence_axis", "bias_key_sequence_axis")
+NONE = ("expert_gate_axis", *ATTENTION_DIMS, *BIASES, "generation_batch_axis", "generation_query_sequence_axis")
+NONE += tuple(f"generation_{name}" for name in ATTENTION_DIMS)
+GENERATION = ("batch_axis", "query_sequence_axis", "head_axis", "kv_head_axis", "key_sequence_axis", *ATTENTION_DIMS)
+TOKENS = (BATCH, LENGTH, QUERY_LENGTH, KV_LENGTH, EMBED, HEAD, KV_HEAD, MLP_INTERMEDIATE, VOCAB, EXPERT, EXPERT_GATE)
+TOKENS += (HEAD_DIM, KV_HEAD_DIM, BIAS_HEAD_SEQ, BIAS_KV_SEQ)
+FIELDS = ("batch_axis", "sequence_axis", "query_sequence_axis", "key_sequence_axis", "hidden_state_axis", "head_axis")
+FIELDS += ("kv_head_axis", "mlp_intermediate_axis", "vocab_axis", "expert_axis", "expert_gate_axis", *ATTENTION_DIMS)
+FIELDS += BIASES
+TOKEN_FIELDS = dict(zip((*TOKENS, DP, FSDP, TP, SP, EP), (*FIELDS, *DIMS), strict=True))
 
 
 def make(**fields: Any) -> PartitionAxis:
@@ -574,27 +537,30 @@ def test_replace_derives_again_and_evolve_does_not() -> None:
 # ---- Logical axes ----
 
 
+READY = {
+    "HiddenStateSharding": ((BATCH, QUERY_LENGTH, EMBED), 1),
+    "AttnQSharding": ((BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), 1),
+    "AttnKVSharding": ((BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM), 1),
+    "Replicated": ((EMPTY,), MODE_TRAIN),
+    "ColumnWise": (((FSDP, SP), TP), MODE_TRAIN),
+    "RowWise": ((TP, (FSDP, SP)), MODE_TRAIN),
+    "SColumnWise": (((FSDP, SP),), MODE_TRAIN),
+    "SRowWise": ((TP,), MODE_TRAIN),
+    "ExpertColumnWise": ((EP, FSDP, TP), MODE_TRAIN),
+    "ExpertRowWise": ((EP, TP, FSDP), MODE_TRAIN),
+    "ExpertColumnWiseAlt": ((EP, (FSDP, SP), TP), MODE_TRAIN),
+    "ExpertRowWiseAlt": ((EP, TP, (FSDP, SP)), MODE_TRAIN),
+    "UnifiedExpertColumnWise": (((FSDP, SP, EP), EMPTY, TP), MODE_TRAIN),
+    "UnifiedExpertRowWise": (((FSDP, SP, EP), TP, EMPTY), MODE_TRAIN),
+    "ExpertTensorParallel": ((TP, EMPTY, EMPTY), MODE_TRAIN),
+    "ExpertActivations": ((DP, SP, EP, TP), MODE_TRAIN),
+    "ExpertActivationsAlt": ((DP, SP, (TP, FSDP)), MODE_TRAIN),
+}
+
+
 def test_the_axes_of_the_ready_lists() -> None:
     ready = {name: value for name, value in vars(logical_axes).items() if isinstance(value, DynamicShardingAxes)}
-    assert {name: (value.axes, value.mode) for name, value in ready.items()} == {
-        "HiddenStateSharding": ((BATCH, QUERY_LENGTH, EMBED), 1),
-        "AttnQSharding": ((BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), 1),
-        "AttnKVSharding": ((BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM), 1),
-        "Replicated": ((EMPTY,), MODE_TRAIN),
-        "ColumnWise": (((FSDP, SP), TP), MODE_TRAIN),
-        "RowWise": ((TP, (FSDP, SP)), MODE_TRAIN),
-        "SColumnWise": (((FSDP, SP),), MODE_TRAIN),
-        "SRowWise": ((TP,), MODE_TRAIN),
-        "ExpertColumnWise": ((EP, FSDP, TP), MODE_TRAIN),
-        "ExpertRowWise": ((EP, TP, FSDP), MODE_TRAIN),
-        "ExpertColumnWiseAlt": ((EP, (FSDP, SP), TP), MODE_TRAIN),
-        "ExpertRowWiseAlt": ((EP, TP, (FSDP, SP)), MODE_TRAIN),
-        "UnifiedExpertColumnWise": (((FSDP, SP, EP), EMPTY, TP), MODE_TRAIN),
-        "UnifiedExpertRowWise": (((FSDP, SP, EP), TP, EMPTY), MODE_TRAIN),
-        "ExpertTensorParallel": ((TP, EMPTY, EMPTY), MODE_TRAIN),
-        "ExpertActivations": ((DP, SP, EP, TP), MODE_TRAIN),
-        "ExpertActivationsAlt": ((DP, SP, (TP, FSDP)), MODE_TRAIN),
-    }
+    assert {name: (value.axes, value.mode) for name, value in ready.items()} == READY
 
 
 def test_lists_of_axes_are_normalised() -> None:

@@ -15,7 +15,6 @@ from shardrules.core.errors import ConfigError, ConfigTypeError
 from shardrules.presets.eformer import axes as logical_axes
 from shardrules.presets.eformer.axes import (
     BATCH,
-    EMBED,
     KV_LENGTH,
     MODE_DECODE,
     MODE_TRAIN,
@@ -24,33 +23,12 @@ from shardrules.presets.eformer.axes import (
     AttnQSharding,
     ColumnWise,
     DynamicShardingAxes,
-    ExpertColumnWise,
     HiddenStateSharding,
-    Replicated,
-    RowWise,
-    UnifiedExpertColumnWise,
 )
 from shardrules.presets.eformer.partition_axis import PartitionAxis, RegisteredAxis
 from shardrules.presets.eformer.partition_manager import PartitionManager
 
 BATCHES = ("fsdp", "dp")
-
-
-@pytest.mark.parametrize(
-    ("axes", "spec"),
-    [
-        (ColumnWise, P(("fsdp", "sp"), "tp")),
-        (RowWise, P("tp", ("fsdp", "sp"))),
-        (Replicated, P(None)),
-        (ExpertColumnWise, P("ep", "fsdp", "tp")),
-        (UnifiedExpertColumnWise, P(("fsdp", "sp", "ep"), None, "tp")),
-        ([BATCH, EMBED], P(BATCHES, "tp")),
-        ((BATCH, None), P(BATCHES, None)),
-        ([], P()),
-    ],
-)
-def test_lists_resolve_without_a_mode(axes: Any, spec: P) -> None:
-    assert PartitionManager(PartitionAxis()).resolve(axes) == spec
 
 
 @pytest.mark.parametrize(
@@ -75,7 +53,8 @@ def test_an_explicit_mode_overrides_the_mode_of_the_list() -> None:
     assert manager.resolve(HiddenStateSharding, MODE_TRAIN) == P(BATCHES, "sp", "tp")
     assert manager.resolve(HiddenStateSharding, MODE_DECODE, shape=(2, 8, 32)) == P(BATCHES, None, "tp")
     assert manager.resolve([BATCH, QUERY_LENGTH], 1, shape=(2, 1)) == P(BATCHES, None)
-    assert manager.resolve(ColumnWise, MODE_DECODE) == manager.resolve(ColumnWise)
+    assert manager.resolve(ColumnWise, MODE_DECODE) == manager.resolve(ColumnWise) == P(("fsdp", "sp"), "tp")
+    assert manager.resolve((BATCH, None)) == P(BATCHES, None)
 
 
 @pytest.mark.parametrize("name", [name for name, v in vars(logical_axes).items() if isinstance(v, DynamicShardingAxes)])
