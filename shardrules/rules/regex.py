@@ -31,6 +31,7 @@ Unmatched: TypeAlias = Literal["skip", "replicate", "error"]
 def _as_pattern_pairs(
     rules: Iterable[tuple[str | re.Pattern[str], PatternValue]],
 ) -> tuple[tuple[str, PatternValue], ...]:
+    parse = functools.cache(parse_rule)  # of thousands of texts, most are equal
     try:
         patterns = [(pattern, value) for pattern, value in rules]
     except (TypeError, ValueError):
@@ -38,12 +39,8 @@ def _as_pattern_pairs(
             "RegexShardingRule takes (pattern, value) pairs in order, [('norm', P()), ('.*', P('data'))]; "
             f"got {rules!r}"
         ) from None
-    # Of thousands of texts, most are equal.
-    values = {
-        text: parse_rule(text) for text in dict.fromkeys(value for _, value in patterns if isinstance(value, str))
-    }
     pairs = tuple(
-        (_pattern_text(pattern), values[value] if isinstance(value, str) else value) for pattern, value in patterns
+        [(_pattern_text(pattern), parse(value) if isinstance(value, str) else value) for pattern, value in patterns]
     )
     for pattern, value in pairs:
         if not (value is None or isinstance(value, PartitionSpec | ShardingRule)):

@@ -86,10 +86,11 @@ class ShapeBasedShardingRule(LeavesShardingRule):
 
     def _idle_finding(self, pattern_index: int, leaves: Leaves) -> Finding:
         pattern = self.shape_patterns[pattern_index][0]
-        code, remedy = "dead-pattern", "Correct the pattern, or remove it"
-        why = f"no array that reaches this rule has shape {pattern}"
+        rule = "ShapeBasedShardingRule"
         # If it matches something, an earlier pattern must have won all of that.
         if any(_matches(pattern, leaf.shape) for leaf in leaves.items):
-            code, remedy = "shadowed-pattern", "Put the narrower pattern first, or remove this one"
             why = f"every array of shape {pattern} is matched by an earlier pattern"
-        return Finding("warning", code, why, remedy=remedy, rule="ShapeBasedShardingRule")
+            remedy = "Put the narrower pattern first, or remove this one"
+            return Finding("warning", "shadowed-pattern", why, remedy=remedy, rule=rule)
+        why = f"no array that reaches this rule has shape {pattern}"
+        return Finding("warning", "dead-pattern", why, remedy="Correct the pattern, or remove it", rule=rule)
