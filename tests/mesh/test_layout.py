@@ -232,12 +232,8 @@ def test_each_slice_is_laid_out_along_its_torus() -> None:
     assert layout.ids[:2].tolist() == single.ids.tolist()
     assert layout.ids[2:].tolist() == (single.ids + 16).tolist()
     assert layout.granule == "slice"
-
-
-def test_dcn_mesh_dims_splits_a_torus_by_process() -> None:
-    devices = tpus(4, 4, 1, kind="TPU v4")
-    layout = sr.meshes.lay_out((4, 4), "ab", devices, dcn_mesh_dims=(-1, 1))
-    assert (layout.outer, layout.granule) == ((4, 1), "process")
+    by_process = sr.meshes.lay_out((4, 4), "ab", tpus(4, 4, 1, kind="TPU v4"), dcn_mesh_dims=(-1, 1))
+    assert (by_process.outer, by_process.granule) == ((4, 1), "process")
 
 
 def test_splitting_an_axis_of_a_torus_can_be_forbidden() -> None:

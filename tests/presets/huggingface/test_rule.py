@@ -221,15 +221,11 @@ def test_axes_come_from_the_mesh_or_the_arguments(mesh: str, options: Any, spec:
     assert split({"mlp.up_proj.weight": bf16(64, 32)}, sr.mesh_shape(mesh), **options) == {"mlp.up_proj.weight": spec}
 
 
-def test_experts_in_one_array_take_an_axis_for_experts() -> None:
-    specs = split({"mlp.experts.gate_up_proj": bf16(32, 2880, 5760)}, sr.mesh_shape("data:4,expert:8,model:2"))
-    assert list(specs.values()) == [P("expert", "data", "model")]
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "spec"),
     [
         ("mlp.experts.down_proj", (16, 8192, 5120), P("expert", "model", "data")),
+        ("mlp.experts.gate_up_proj", (32, 2880, 5760), P("expert", "data", "model")),
         ("block_sparse_moe.input_linear.weight", (32, 1024, 1024), P("expert", "model", "data")),
         ("block_sparse_moe.output_linear.weight", (32, 1024, 512), P("expert", "data", "model")),
         ("mlp.switch_mlp.up_proj.weight", (32, 768, 2048), P("expert", "model", "data")),
@@ -281,9 +277,3 @@ def test_a_chain_keeps_what_is_decided_before() -> None:
     rule = sr.DimShardingRule("data", 0) | HuggingFaceShardingRule()
     tree = {"mlp.up_proj.weight": bf16(64, 32), "norm.weight": bf16(64)}
     assert list(rule.plan(tree, MESH).check().specs.values()) == [P("data", "model"), P("data")]
-
-
-def test_it_has_a_text_form() -> None:
-    rule = sr.parse_rule("hf(fsdp=None, head_dim=64)")
-    assert rule == HuggingFaceShardingRule(fsdp=None, head_dim=64)
-    assert sr.parse_rule("hf") == HuggingFaceShardingRule()
