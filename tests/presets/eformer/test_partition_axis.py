@@ -73,12 +73,24 @@ BIASES = ("bias_head_sequence_axis", "bias_key_sequence_axis")
 NONE = ("expert_gate_axis", *ATTENTION_DIMS, *BIASES, "generation_batch_axis", "generation_query_sequence_axis")
 NONE += tuple(f"generation_{name}" for name in ATTENTION_DIMS)
 GENERATION = ("batch_axis", "query_sequence_axis", "head_axis", "kv_head_axis", "key_sequence_axis", *ATTENTION_DIMS)
-TOKENS = (BATCH, LENGTH, QUERY_LENGTH, KV_LENGTH, EMBED, HEAD, KV_HEAD, MLP_INTERMEDIATE, VOCAB, EXPERT, EXPERT_GATE)
+TOKENS: tuple[str, ...] = (
+    BATCH,
+    LENGTH,
+    QUERY_LENGTH,
+    KV_LENGTH,
+    EMBED,
+    HEAD,
+    KV_HEAD,
+    MLP_INTERMEDIATE,
+    VOCAB,
+    EXPERT,
+    EXPERT_GATE,
+)
 TOKENS += (HEAD_DIM, KV_HEAD_DIM, BIAS_HEAD_SEQ, BIAS_KV_SEQ)
 FIELDS = ("batch_axis", "sequence_axis", "query_sequence_axis", "key_sequence_axis", "hidden_state_axis", "head_axis")
 FIELDS += ("kv_head_axis", "mlp_intermediate_axis", "vocab_axis", "expert_axis", "expert_gate_axis", *ATTENTION_DIMS)
 FIELDS += BIASES
-TOKEN_FIELDS = dict(zip((*TOKENS, DP, FSDP, TP, SP, EP), (*FIELDS, *DIMS), strict=True))
+TOKEN_FIELDS: dict[str, str] = dict(zip((*TOKENS, DP, FSDP, TP, SP, EP), (*FIELDS, *DIMS), strict=True))
 
 
 def make(**fields: Any) -> PartitionAxis:
