@@ -38,7 +38,7 @@ _MODULES = {
     "ShapeBasedShardingRule": "rules.shape_based",
     "StackedShardingRule": "rules.stacked",
     # Rules as text
-    "load_rules": "rules.files.load",
+    "load_rules": "rules.files.reader",
     "parse_rule": "rules.text",
     "register_op": "rules.text",
     "DEFAULT_OPS": "rules.text",

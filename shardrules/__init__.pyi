@@ -68,7 +68,7 @@ from shardrules.programs.training.plan_training import plan_training as plan_tra
 from shardrules.rules.auto import AutoShardingRule as AutoShardingRule
 from shardrules.rules.composite import CompositeShardingRule as CompositeShardingRule
 from shardrules.rules.dim import DimShardingRule as DimShardingRule
-from shardrules.rules.files.load import load_rules as load_rules
+from shardrules.rules.files.reader import load_rules as load_rules
 from shardrules.rules.fitted import FittedShardingRule as FittedShardingRule
 from shardrules.rules.fsdp import FSDPShardingRule as FSDPShardingRule
 from shardrules.rules.logical import LogicalShardingRule as LogicalShardingRule

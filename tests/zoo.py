@@ -311,6 +311,11 @@ def quick(make: Callable[[], T]) -> T:
     return jax.tree.map(zeros, eqx.filter_eval_shape(make))
 
 
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    """Returns an array of this shape, without values."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
 def params() -> dict[str, Any]:
     """Returns the parameters that the optimizers are for."""
     layer = {"w": jnp.ones((16, 8)), "b": jnp.zeros(8)}

@@ -35,11 +35,10 @@ def create_monitored_function(
 
     def monitored(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         tree = _first_argument(fn, args, kwargs)
-        problem, issues = _validate(tree, partition_specs, analyzer)
+        problem, issues, usage = _check(tree, partition_specs, analyzer)  # before the call: fn may donate its argument
         if issues:
             issue_lines = "\n".join(f"  {issue}" for issue in issues)
             warnings.warn(f"the specs of {fn!r} {problem}:\n{issue_lines}", ShardingWarning, stacklevel=2)
-        usage = _memory_usage(tree, partition_specs, analyzer)  # before the call: fn may donate its argument
         # Dispatch is asynchronous: without both waits the time would include earlier work, or miss this function's.
         jax.block_until_ready((args, kwargs))
         start = time.perf_counter()
@@ -64,15 +63,11 @@ def _first_argument(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return kwargs[first]
 
 
-def _validate(tree: Any, partition_specs: Any, analyzer: ShardingAnalyzer) -> tuple[str, list[str]]:
+def _check(tree: Any, partition_specs: Any, analyzer: ShardingAnalyzer) -> tuple[str, list[str], dict[str, int] | None]:
+    issues: list[str] = []
     try:
-        return "are unsound", analyzer.validate_partition_specs(tree, partition_specs)
-    except ShardRulesError as error:  # no mesh: the function may not need one
-        return "cannot be checked", [str(error)]
-
-
-def _memory_usage(tree: Any, partition_specs: Any, analyzer: ShardingAnalyzer) -> dict[str, int] | None:
-    try:
-        return analyzer.estimate_memory_usage(tree, partition_specs)
-    except ShardRulesError:  # the issues say why
-        return None
+        issues = analyzer.validate_partition_specs(tree, partition_specs)
+        return "are unsound", issues, analyzer.estimate_memory_usage(tree, partition_specs)
+    except ShardRulesError as error:
+        # Without issues there is no mesh, which the function may not need.
+        return ("are unsound", issues, None) if issues else ("cannot be checked", [str(error)], None)

@@ -12,7 +12,7 @@ from shardrules.core.axes import AnyMesh, mesh_sizes
 from shardrules.core.context import current_mesh
 from shardrules.core.errors import ConfigTypeError, NoMeshError, printable, shortened
 from shardrules.core.leaf import Leaf
-from shardrules.core.spec import array_bytes, axis_names, packs, part_count, shard_bytes, shard_shape
+from shardrules.core.spec import array_bytes, packs, shard_shape
 from shardrules.core.tree import flatten_specs, survey
 
 
@@ -27,18 +27,16 @@ class PlacedLeaf:
     @property
     def device_bytes(self) -> int:
         """The bytes of the largest shard. Axes that the mesh lacks split nothing."""
-        sizes = mesh_sizes(self.leaf.mesh)
-        return shard_bytes(self.leaf.shape, self.leaf.dtype, self.spec, sizes, packed=self._is_packed)
+        return self._bytes(self._largest_shard)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole array."""
-        return array_bytes(self.leaf.shape, self.leaf.dtype, packed=self._is_packed)
+        return self._bytes(self.leaf.shape)
 
     @property
     def shards_bytes(self) -> int:
         """The bytes of all shards, one copy of each: each sub-byte shard is rounded up to whole bytes."""
-        largest = shard_shape(self.leaf.shape, self.spec, mesh_sizes(self.leaf.mesh))
+        largest = self._largest_shard
         if 0 in largest:
             return 0
         # Per dimension (shard size, number of such shards). XLA fills shards from the front, so that all are full but
@@ -48,24 +46,16 @@ class PlacedLeaf:
             for dim, full in zip(self.leaf.shape, largest, strict=True)
         ]
         return sum(
-            array_bytes(tuple(size for size, _ in shard), self.leaf.dtype, packed=self._is_packed)
-            * math.prod(count for _, count in shard)
+            self._bytes(tuple(size for size, _ in shard)) * math.prod(count for _, count in shard)
             for shard in itertools.product(*cuts)
         )
 
     @property
-    def _is_packed(self) -> bool:
-        return packs(self.leaf.mesh, self.leaf.dtype)
+    def _largest_shard(self) -> tuple[int, ...]:
+        return shard_shape(self.leaf.shape, self.spec, mesh_sizes(self.leaf.mesh))
 
-    @property
-    def is_split(self) -> bool:
-        """True if the spec names an axis."""
-        return bool(axis_names(self.spec))
-
-    @property
-    def ways(self) -> int:
-        """Into how many parts the spec splits the array on this mesh."""
-        return part_count(self.spec, mesh_sizes(self.leaf.mesh))
+    def _bytes(self, shape: tuple[int, ...]) -> int:
+        return array_bytes(shape, self.leaf.dtype, packed=packs(self.leaf.mesh, self.leaf.dtype))
 
 
 def pair_leaves(tree: Any, specs: Any, mesh: AnyMesh | None) -> tuple[tuple[Leaf, Any], ...]:

@@ -10,8 +10,11 @@ from shardrules.checks.placed import PlacedLeaf
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.errors import printable
 from shardrules.core.finding import shape_text, template
-from shardrules.core.spec import axis_names
+from shardrules.core.spec import axis_names, part_count
 from shardrules.core.text import bytes_text
+
+_MOST_REPLICATED = 10
+"""The replicated arrays that a report lists. Chosen by hand."""
 
 
 @final
@@ -106,14 +109,14 @@ class ShardingReport:
         return "\n".join(lines)
 
 
-def sharding_report(leaves: Sequence[PlacedLeaf], mesh: AnyMesh | None, largest: int) -> ShardingReport:
-    """Adds up leaves, and lists the `largest` replicated ones. No mesh counts as one device."""
+def sharding_report(leaves: Sequence[PlacedLeaf], mesh: AnyMesh | None) -> ShardingReport:
+    """Adds up leaves. No mesh counts as one device."""
     sizes = mesh_sizes(mesh)
     device_count = math.prod(sizes.values())
-    split = [leaf for leaf in leaves if leaf.is_split]
+    split = [leaf for leaf in leaves if axis_names(leaf.spec)]
     # A spec that names an axis twice is wrong, and counts here as more parts than there are devices. Without the
     # `max` such an array would have no copy at all.
-    stored_bytes = sum(leaf.shards_bytes * max(1, device_count // leaf.ways) for leaf in leaves)
+    stored_bytes = sum(leaf.shards_bytes * max(1, device_count // part_count(leaf.spec, sizes)) for leaf in leaves)
     return ShardingReport(
         mesh=mesh_text(mesh),
         device_count=device_count,
@@ -126,7 +129,7 @@ def sharding_report(leaves: Sequence[PlacedLeaf], mesh: AnyMesh | None, largest:
         device_bytes=sum(leaf.device_bytes for leaf in leaves),
         stored_bytes=stored_bytes,
         axes=tuple(_axis_use(name, size, split) for name, size in sizes.items()),
-        replicated=_largest_replicated([leaf for leaf in leaves if not leaf.is_split], largest),
+        replicated=_largest_replicated([leaf for leaf in leaves if not axis_names(leaf.spec)]),
     )
 
 
@@ -135,7 +138,7 @@ def _axis_use(axis: str, size: int, split: Sequence[PlacedLeaf]) -> AxisUse:
     return AxisUse(axis, size, len(users), sum(leaf.nbytes for leaf in users))
 
 
-def _largest_replicated(replicated: Sequence[PlacedLeaf], largest: int) -> tuple[ReplicatedLeaf, ...]:
+def _largest_replicated(replicated: Sequence[PlacedLeaf]) -> tuple[ReplicatedLeaf, ...]:
     groups: dict[tuple[str, tuple[int, ...]], list[PlacedLeaf]] = {}
     for leaf in replicated:
         groups.setdefault((template(leaf.leaf.path), leaf.leaf.shape), []).append(leaf)
@@ -145,4 +148,4 @@ def _largest_replicated(replicated: Sequence[PlacedLeaf], largest: int) -> tuple
         )
         for (path, shape), group in groups.items()
     ]
-    return tuple(sorted(merged, key=lambda leaf: (-leaf.device_bytes, leaf.path))[:largest])
+    return tuple(sorted(merged, key=lambda leaf: (-leaf.device_bytes, leaf.path))[:_MOST_REPLICATED])

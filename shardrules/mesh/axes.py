@@ -1,7 +1,8 @@
 """The axes of a mesh: their sizes, and the position of a device on them."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,15 +23,16 @@ def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: AnyMesh | None 
     names = _axis_names(axis_names)
     check_mesh(mesh)
     mesh = get_incontext_mesh() if mesh is None else mesh
-    for name in names:
-        if name not in mesh.axis_names:
-            raise unknown_axis(name, mesh)
+    check_axes(mesh, names)
     return math.prod(mesh.shape[name] for name in names)
 
 
-def unknown_axis(name: str, mesh: AnyMesh) -> UnknownAxisError:
-    """Returns the error about an axis that a mesh does not have."""
-    return UnknownAxisError(f"unknown axis {name!r}{suggest(name, mesh.axis_names)}; the mesh is {shown_mesh(mesh)}")
+def check_axes(mesh: AnyMesh, names: Sequence[str], caller: str = "") -> None:
+    """Refuses axes that a mesh does not have."""
+    for name in names:
+        if name not in mesh.axis_names:
+            near = suggest(name, mesh.axis_names)
+            raise UnknownAxisError(f"{caller}unknown axis {name!r}{near}; the mesh is {shown_mesh(mesh)}")
 
 
 def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
@@ -49,11 +51,8 @@ def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
     assert mapped(np.zeros(4)).tolist() == [4, 4, 4, 4]
     ```
     """
-    names = _axis_names(axis_names)
-    try:
+    with _mapped(_axis_names(axis_names)) as names:
         return math.prod(jax.lax.axis_size(name) for name in names)
-    except NameError as error:
-        raise _unbound(names) from error
 
 
 def get_submesh_device_index(axis_names: str | Sequence[str]) -> Any:
@@ -66,12 +65,9 @@ def get_submesh_device_index(axis_names: str | Sequence[str]) -> Any:
     assert mapped(np.zeros(4)).tolist() == [0, 1, 2, 3]
     ```
     """
-    names = _axis_names(axis_names)
-    # JAX refuses an empty tuple of axes; of no axes every device has index 0.
-    try:
+    with _mapped(_axis_names(axis_names)) as names:
+        # JAX refuses an empty tuple of axes; of no axes every device has index 0.
         return jax.lax.axis_index(names) if names else jnp.int32(0)
-    except NameError as error:
-        raise _unbound(names) from error
 
 
 def _axis_names(axis_names: Any) -> tuple[str, ...]:
@@ -81,8 +77,12 @@ def _axis_names(axis_names: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _unbound(names: tuple[str, ...]) -> UnboundAxisError:
-    return UnboundAxisError(
-        f"not all of the axes {', '.join(map(repr, names))} are mapped: call this inside jax.shard_map over them, or "
-        "read sizes from a mesh with get_axes_size_in_mesh"
-    )
+@contextlib.contextmanager
+def _mapped(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    try:
+        yield names
+    except NameError as error:
+        raise UnboundAxisError(
+            f"not all of the axes {', '.join(map(repr, names))} are mapped: call this inside jax.shard_map over them, "
+            "or read sizes from a mesh with get_axes_size_in_mesh"
+        ) from error

@@ -3,11 +3,11 @@
 import contextlib
 import math
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, final
+from typing import Any
 
-import attrs
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -86,72 +86,41 @@ def create_mesh(
     if isinstance(axis_dims, AbstractMesh):
         axis_types = axis_dims.axis_types if axis_types is None else axis_types
         axis_dims = mesh_text(axis_dims)
-    options = _MeshOptions(
-        dcn_mesh_dims,
-        should_sort_granules_by_key,
-        allow_split_physical_axes,
-        backend,
-        use_jax,
-        axis_types,
-        devices,
-        (fast_axes,) if isinstance(fast_axes, str) else tuple(fast_axes),
-    )
-    return _create(axis_dims, axis_names, options)
-
-
-@final
-@attrs.frozen(eq=False)
-class _MeshOptions:
-    """The options of `create_mesh`, which explains them."""
-
-    dcn_mesh_dims: Sequence[int] | None = None
-    should_sort_granules_by_key: bool = True
-    allow_split_physical_axes: bool = True
-    backend: str | None = None
-    use_jax: bool = False
-    axis_types: AxisTypes = None
-    devices: Sequence[Any] | np.ndarray | None = None
-    fast_axes: tuple[str, ...] = FAST_AXES
-
-    @property
-    def devices_text(self) -> str:
-        """The devices as an expression, for errors."""
-        if self.devices is not None:
-            return "devices" if _as_array(self.devices).ndim == 1 else "np.ravel(devices)"
-        return f"jax.devices({'' if self.backend is None else repr(self.backend)})"
-
-
-def _create(
-    axis_dims: Sequence[int] | str,
-    axis_names: Sequence[str] | None,
-    options: _MeshOptions | None = None,
-    *,
-    stacklevel: int = 3,
-) -> Mesh:
-    """Creates the mesh. Warnings point at the caller of the public function, where the mesh can be changed."""
-    options = _MeshOptions() if options is None else options
     names, requested = _axes(axis_dims, axis_names)
-    devices = _as_array(_select_devices(options))
-    flat = devices.ravel().tolist()
+    array = _as_array(_backend_devices(backend) if devices is None else devices)
+    if devices is not None and backend is not None:
+        raise MeshError("create_mesh takes devices or a backend, not both: the devices belong to a backend already")
+    flat = array.ravel().tolist()
     infos = [DeviceInfo.of(device) for device in flat]
     # A layout speaks of ids, so that it can be computed, and tested, without devices.
     by_id = {info.id: device for info, device in zip(infos, flat, strict=True)}
     if len(by_id) < len(flat):
         raise MeshError(f"devices has duplicates: {len(flat)} devices, only {len(by_id)} different")
-    slices = dict.fromkeys(info.slice_index for info in infos)
-    # A part of a torus, or of several slices, may have no layout: there the error says how to place each device.
-    placed = len(slices) > 1 or (bool(infos) and infos[0].platform == "tpu")
-    try:
-        sizes = resolve_sizes(requested, names, len(flat), source=options.devices_text, placed=placed)
-    except MeshError as error:
-        least = math.prod(size for size in requested if size != -1)
-        if options.devices is None and infos and infos[0].platform == "cpu" and least > len(flat):
-            raise MeshError(f"{error}. {_more_cpu_devices(least)}") from None
-        raise
-    types = normalize_axis_types(options.axis_types, names)
-    layout = _layout(devices, infos, names, sizes, options)
-    if options.use_jax:
-        if layout.granule is not None or options.dcn_mesh_dims is not None:
+    if devices is None:
+        sizes = _backend_sizes(requested, names, infos, backend)
+    else:
+        source = "devices" if array.ndim == 1 else "np.ravel(devices)"
+        sizes = resolve_sizes(requested, names, len(flat), source=source, placed=_is_placed_by_user(infos))
+    types = normalize_axis_types(axis_types, names)
+    if devices is not None and _is_in_place(array, isinstance(devices, np.ndarray), sizes, infos):
+        for option, is_passed in (("dcn_mesh_dims", dcn_mesh_dims is not None), ("use_jax", use_jax)):
+            if is_passed:
+                raise MeshError(
+                    f"{option} cannot be combined with devices in the shape of the mesh or in a custom order, which "
+                    "already fix where each device goes. A list in the order of jax.devices() is laid out"
+                )
+        layout = layout_of(infos, sizes)
+    else:
+        layout = lay_out(
+            sizes,
+            names,
+            infos,
+            dcn_mesh_dims=dcn_mesh_dims,
+            should_sort_granules_by_key=should_sort_granules_by_key,
+            allow_split_physical_axes=allow_split_physical_axes,
+        )
+    if use_jax:
+        if layout.granule is not None or dcn_mesh_dims is not None:
             raise MeshError(
                 "use_jax=True needs devices of one slice and one process, or the processes of one torus, and no "
                 "dcn_mesh_dims: jax.make_mesh supports nothing else"
@@ -160,54 +129,53 @@ def _create(
     in_place = np.empty(sizes, dtype=object)
     for position, device_id in np.ndenumerate(layout.ids):
         in_place[position] = by_id[int(device_id)]
-    mesh = Mesh(in_place, names, axis_types=types)
-    for text in _slow_axes(names, sizes, layout, infos, options.fast_axes):
-        warnings.warn(text, MeshWarning, stacklevel=stacklevel)
-    return mesh
+    for text in _slow_axes(names, sizes, layout, infos, (fast_axes,) if isinstance(fast_axes, str) else fast_axes):
+        warnings.warn(text, MeshWarning, stacklevel=_caller_level())
+    return Mesh(in_place, names, axis_types=types)
 
 
-def _more_cpu_devices(count: int) -> str:
-    return (
-        f"To have {count} CPU devices, call jax.config.update('jax_num_cpu_devices', {count}) before anything else of "
-        "JAX; mesh_shape makes a mesh without devices, which is enough to plan and to audit"
-    )
+def _caller_level() -> int:
+    """The `stacklevel` of the first line outside of this module, where the mesh can be changed."""
+    frame, level = sys._getframe(1), 1
+    # A context is entered by way of contextlib.
+    while frame.f_back is not None and frame.f_code.co_filename in (__file__, contextlib.__file__):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
-def _select_devices(options: _MeshOptions) -> Sequence[Any] | np.ndarray:
-    if options.devices is None:
-        devices = jax.devices(options.backend)
-        # CPU devices have no slices: MEGASCALE_NUM_SLICES counts the slices of accelerators.
-        if options.backend != "cpu":
-            _check_slices(devices)
-        return devices
-    if options.backend is not None:
-        raise MeshError("create_mesh takes devices or a backend, not both: the devices belong to a backend already")
-    return options.devices
-
-
-def _layout(
-    devices: np.ndarray, infos: list[DeviceInfo], names: tuple[str, ...], sizes: tuple[int, ...], options: _MeshOptions
-) -> Layout:
-    """The layout that the user fixed by the order of the devices, or else ours."""
-    if options.devices is None or not _is_placed(devices, isinstance(options.devices, np.ndarray), sizes, infos):
-        return lay_out(
-            sizes,
-            names,
-            infos,
-            dcn_mesh_dims=options.dcn_mesh_dims,
-            should_sort_granules_by_key=options.should_sort_granules_by_key,
-            allow_split_physical_axes=options.allow_split_physical_axes,
+def _backend_devices(backend: str | None) -> Sequence[Any]:
+    devices = jax.devices(backend)
+    announced = os.environ.get("MEGASCALE_NUM_SLICES", "1")
+    actual = len(dict.fromkeys(DeviceInfo.of(device).slice_index for device in devices))
+    # CPU devices have no slices: MEGASCALE_NUM_SLICES counts the slices of accelerators.
+    if backend != "cpu" and announced.isdecimal() and int(announced) > 1 and actual != int(announced):
+        raise MeshError(
+            f"MEGASCALE_NUM_SLICES is {announced}, but the {len(devices)} devices are of {actual} slice(s), so no "
+            "layout can distinguish the slices. Unset it, or start the job so that its devices have their slice_index"
         )
-    for passed, option in ((options.dcn_mesh_dims is not None, "dcn_mesh_dims"), (options.use_jax, "use_jax")):
-        if passed:
-            raise MeshError(
-                f"{option} cannot be combined with devices in the shape of the mesh or in a custom order, which "
-                "already fix where each device goes. A list in the order of jax.devices() is laid out"
-            )
-    # `np.array(infos)` would look for sequences inside.
-    described = np.empty(len(infos), dtype=object)
-    described[:] = infos
-    return layout_of(described.reshape(sizes))
+    return devices
+
+
+def _backend_sizes(
+    requested: tuple[int, ...], names: tuple[str, ...], infos: Sequence[DeviceInfo], backend: str | None
+) -> tuple[int, ...]:
+    source = f"jax.devices({'' if backend is None else repr(backend)})"
+    try:
+        return resolve_sizes(requested, names, len(infos), source=source, placed=_is_placed_by_user(infos))
+    except MeshError as error:
+        least = math.prod(size for size in requested if size != -1)
+        if not infos or infos[0].platform != "cpu" or least <= len(infos):
+            raise
+        raise MeshError(
+            f"{error}. To have {least} CPU devices, call jax.config.update('jax_num_cpu_devices', {least}) before "
+            "anything else of JAX; mesh_shape makes a mesh without devices, which is enough to plan and to audit"
+        ) from None
+
+
+def _is_placed_by_user(infos: Sequence[DeviceInfo]) -> bool:
+    """A part of a torus, or of several slices, may have no layout: only the user can say where each device goes."""
+    slices = dict.fromkeys(info.slice_index for info in infos)
+    return len(slices) > 1 or any(info.platform == "tpu" for info in infos)
 
 
 def _as_array(devices: Any) -> np.ndarray:
@@ -225,7 +193,7 @@ def _as_array(devices: Any) -> np.ndarray:
     return array
 
 
-def _is_placed(devices: np.ndarray, is_array: bool, sizes: tuple[int, ...], infos: list[DeviceInfo]) -> bool:
+def _is_in_place(devices: np.ndarray, is_array: bool, sizes: tuple[int, ...], infos: list[DeviceInfo]) -> bool:
     """Returns whether the devices were passed in their positions, rather than as the ones to use."""
     if devices.ndim == 1:
         # TPUs are listed process by process, where ids go row by row through the whole torus.
@@ -260,23 +228,12 @@ def _axes(axis_dims: Sequence[int] | str, axis_names: Sequence[str] | None) -> t
     return tuple(axis_names), sizes
 
 
-def _check_slices(devices: Sequence[Any]) -> None:
-    """Refuses a job that was started for more slices than its devices belong to."""
-    announced = os.environ.get("MEGASCALE_NUM_SLICES", "1")
-    actual = len(dict.fromkeys(DeviceInfo.of(device).slice_index for device in devices))
-    if announced.isdecimal() and int(announced) > 1 and actual != int(announced):
-        raise MeshError(
-            f"MEGASCALE_NUM_SLICES is {announced}, but the {len(devices)} devices are of {actual} slice(s), so no "
-            "layout can distinguish the slices. Unset it, or start the job so that its devices have their slice_index"
-        )
-
-
 def _slow_axes(
     names: Sequence[str],
     sizes: Sequence[int],
     layout: Layout,
     infos: Sequence[DeviceInfo],
-    fast_axes: tuple[str, ...],
+    fast_axes: Sequence[str],
 ) -> Iterator[str]:
     """A warning for each fast axis that crosses the slow network."""
     processes = dict.fromkeys(info.process_index for info in infos)
@@ -309,8 +266,7 @@ def create_device_mesh(
         raise MeshError(
             f"config_mesh must be a list of pairs such as [('data', -1), ('model', 4)], got {config_mesh!r}"
         ) from None
-    options = _MeshOptions(allow_split_physical_axes=allow_split_physical_axes, axis_types=axis_types)
-    return _create(sizes, names, options)
+    return create_mesh(sizes, names, allow_split_physical_axes=allow_split_physical_axes, axis_types=axis_types)
 
 
 def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
@@ -343,7 +299,7 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
         raise MeshError(
             f"Number of dimensions and names must match: {axis_dims!r} has {len(sizes)}, names are {list(names)}"
         )
-    return _create(sizes, used)
+    return create_mesh(sizes, used)
 
 
 def create_cpu_mesh(
@@ -355,7 +311,7 @@ def create_cpu_mesh(
     assert sr.meshes.create_cpu_mesh("data:-1").devices.flat[0].platform == "cpu"
     ```
     """
-    return _create(axis_dims, axis_names, _MeshOptions(backend="cpu"))
+    return create_mesh(axis_dims, axis_names, backend="cpu")
 
 
 @contextlib.contextmanager
@@ -383,8 +339,7 @@ def cpu_context(
         assert sr.meshes.current_mesh() is mesh
     ```
     """
-    # contextlib adds a frame between this generator and the caller.
-    mesh = _create(axis_dims, axis_names, _MeshOptions(backend="cpu"), stacklevel=4)
+    mesh = create_cpu_mesh(axis_dims, axis_names)
     with force_cpu(), jax.set_mesh(mesh):
         yield mesh
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from shardrules.core.axes import AnyMesh, mesh_text
+from shardrules.core.axes import mesh_text
 from shardrules.core.errors import MeshError
-from shardrules.mesh.axes import unknown_axis
+from shardrules.mesh.axes import check_axes
 from shardrules.mesh.shape import integers
 
 _M = TypeVar("_M", Mesh, AbstractMesh)
@@ -29,7 +29,7 @@ def fold_axes(mesh: _M, names: Sequence[str], into: str) -> _M:
     ```
     """
     folded = (names,) if isinstance(names, str) else tuple(names)
-    _check_axes(mesh, folded)
+    check_axes(mesh, folded)
     if not folded or len(dict.fromkeys(folded)) < len(folded):
         raise MeshError(f"fold_axes needs at least one axis, and each only once; got {folded}")
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -54,7 +54,7 @@ def split_axis(mesh: _M, name: str, into: Mapping[str, int]) -> _M:
     assert dict(mesh.shape) == {"replica": 2, "fsdp": 4}
     ```
     """
-    _check_axes(mesh, (name,))
+    check_axes(mesh, (name,))
     try:
         requested = dict(into)
     except (TypeError, ValueError):
@@ -88,7 +88,7 @@ def rename_axes(mesh: _M, names: Mapping[str, str]) -> _M:
     assert mesh.axis_names == ("dp", "tp")
     ```
     """
-    _check_axes(mesh, tuple(names))
+    check_axes(mesh, tuple(names))
     new_names = [names.get(name, name) for name in mesh.axis_names]
     return _rebuild(mesh, list(mesh.axis_names), new_names, list(mesh.shape.values()), list(mesh.axis_types))
 
@@ -123,12 +123,6 @@ def submesh(mesh: Mesh, devices: Iterable[Any]) -> Mesh:
             f"{math.prod(map(len, along))} positions"
         )
     return Mesh(mesh.devices[np.ix_(*along)], mesh.axis_names, axis_types=mesh.axis_types)
-
-
-def _check_axes(mesh: AnyMesh, names: Sequence[str]) -> None:
-    for name in names:
-        if name not in mesh.axis_names:
-            raise unknown_axis(name, mesh)
 
 
 def _rebuild(

@@ -1,4 +1,4 @@
-"""Into what numbers of devices divide, also where there are a billion of them."""
+"""Primes and divisors of numbers of devices, of which there may be a billion."""
 
 
 def prime_factors(count: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ stays inside one. The outer parts multiply to the number of granules, the inner 
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias, final
 
 import attrs
@@ -115,9 +115,7 @@ def lay_out(
         # Hosts that lost a device, or a part of the devices: no axis can be a product, but their order still keeps
         # most neighbours on one host.
         if kind == "process" and requested is None:
-            joined = np.empty(len(infos), object)
-            joined[:] = [info for granule in granules for info in granule]
-            return layout_of(joined.reshape(shape))
+            return layout_of([info for granule in granules for info in granule], shape)
         raise MeshError(
             f"mesh {label}: the {_plural(kind)} hold {', '.join(map(str, sizes))} devices, but a layout needs equally "
             f"many of each. Pass devices= with equally many of each, or place each device: "
@@ -133,13 +131,13 @@ def lay_out(
     return Layout(ids, outer, kind if len(granules) > 1 else None)
 
 
-def layout_of(placed: np.ndarray) -> Layout:
-    """Returns the layout of devices that have a position already: an array of `DeviceInfo` in the mesh's shape."""
-    kind, granules = _granules(placed.ravel().tolist(), None, ordered=True)
+def layout_of(devices: Sequence[DeviceInfo], shape: tuple[int, ...]) -> Layout:
+    """Returns the layout of devices that have a position already: those of a mesh of this shape, row by row."""
+    kind, granules = _granules(devices, None, ordered=True)
     granule_of = {device.id: index for index, granule in enumerate(granules) for device in granule}
-    ids = np.vectorize(lambda device: device.id, otypes=[int])(placed)
-    granule_indices = np.vectorize(granule_of.__getitem__, otypes=[int])(ids)
-    lines = [np.moveaxis(granule_indices, dim, -1).reshape(-1, size) for dim, size in enumerate(placed.shape)]
+    ids = np.array([device.id for device in devices]).reshape(shape)
+    granule_indices = np.array([granule_of[device.id] for device in devices]).reshape(shape)
+    lines = [np.moveaxis(granule_indices, dim, -1).reshape(-1, size) for dim, size in enumerate(shape)]
     # Devices that a user placed may cross granules on some lines only; one slow line is enough to slow down the axis.
     outer = tuple(max(len(dict.fromkeys(line)) for line in along.tolist()) for along in lines)
     return Layout(ids, outer, kind if len(granules) > 1 else None)
@@ -152,21 +150,21 @@ def _plural(kind: Granule) -> str:
 def _granules(
     devices: Sequence[DeviceInfo], dcn_mesh_dims: Sequence[int] | None, ordered: bool
 ) -> tuple[Granule, list[list[DeviceInfo]]]:
-    by_slice = _grouped(devices, lambda device: -1 if device.slice_index is None else device.slice_index, ordered)
-    if len(by_slice) > 1:
-        return "slice", by_slice
+    slices = [-1 if device.slice_index is None else device.slice_index for device in devices]
+    if len(dict.fromkeys(slices)) > 1:
+        return "slice", _grouped(devices, slices, ordered)
     # The processes of one torus are joined by it, and it is the torus that a layout has to follow.
     torus = all(device.platform == "tpu" for device in devices)
     split_by_process = dcn_mesh_dims is not None and any(part != 1 for part in dcn_mesh_dims)
     if torus and not split_by_process:
         return "process", [list(devices)]
-    return "process", _grouped(devices, lambda device: device.process_index, ordered)
+    return "process", _grouped(devices, [device.process_index for device in devices], ordered)
 
 
-def _grouped(devices: Sequence[DeviceInfo], key: Callable[[DeviceInfo], int], ordered: bool) -> list[list[DeviceInfo]]:
+def _grouped(devices: Sequence[DeviceInfo], keys: Sequence[int], ordered: bool) -> list[list[DeviceInfo]]:
     groups: dict[int, list[DeviceInfo]] = {}
-    for device in devices:
-        groups.setdefault(key(device), []).append(device)
+    for device, key in zip(devices, keys, strict=True):
+        groups.setdefault(key, []).append(device)
     return [groups[index] for index in (sorted(groups) if ordered else groups)]
 
 
@@ -177,10 +175,9 @@ def _outer(
     if requested is not None:
         return _requested_outer(shape, label, kind, count, requested)
     # All slices on one axis, if possible: then the other axes never use the slow network.
-    if kind == "slice":
-        for dim, size in enumerate(shape):
-            if size % count == 0:
-                return tuple(count if other == dim else 1 for other in range(len(shape)))
+    dims = [dim for dim, size in enumerate(shape) if size % count == 0] if kind == "slice" else []
+    if dims:
+        return tuple(count if dim == dims[0] else 1 for dim in range(len(shape)))
     # It exists: granules of equal size times their number is the size of the mesh, so every prime finds an axis.
     return next(outer_shapes(shape, count))
 
@@ -219,4 +216,4 @@ def _granule_ids(shape: tuple[int, ...], label: str, devices: list[DeviceInfo], 
         hint = "" if split else " allow_split_physical_axes=True lets one axis of the torus serve several of the mesh."
         reason = str(error).rstrip(".")
         raise MeshError(f"mesh {label}: its devices cannot be laid out as {shape}: {reason}.{hint}") from error
-    return np.vectorize(lambda device: device.id, otypes=[int])(placed)
+    return np.array([device.id for device in placed.flat]).reshape(shape)

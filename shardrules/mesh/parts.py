@@ -1,23 +1,14 @@
 """The part of a dimension that each process has: computed from the mesh, so that processes need not ask each other."""
 
-from typing import Any, final
+import math
+from typing import Any
 
-import attrs
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardrules.core.errors import MeshError, UnknownAxisError, suggest
+from shardrules.core.errors import MeshError
 from shardrules.core.spec import axis_names
-
-
-@final
-@attrs.frozen
-class DimPart:
-    """A process has part `index` of `count` equal parts of a dimension."""
-
-    index: int
-    count: int
+from shardrules.mesh.axes import check_axes
 
 
 def batch_part(spec: PartitionSpec | str, mesh: Mesh) -> tuple[int, int]:
@@ -35,16 +26,12 @@ def batch_part(spec: PartitionSpec | str, mesh: Mesh) -> tuple[int, int]:
     """
     entries = (PartitionSpec(spec) if isinstance(spec, str) else spec).partitions
     axes = axis_names(PartitionSpec(entries[0])) if entries else ()
-    for axis in axes:
-        if axis not in mesh.axis_names:
-            near = suggest(axis, mesh.axis_names)
-            raise UnknownAxisError(f"batch_part: unknown axis {axis!r}{near}; the mesh has {mesh.axis_names}")
-    part = dim_part(axes, mesh)
-    return part.index, part.count
+    check_axes(mesh, axes, "batch_part: ")
+    return dim_part(axes, mesh)
 
 
-def dim_part(axes: tuple[str, ...], mesh: Mesh) -> DimPart:
-    """Returns the part that this process has of a dimension that is split over `axes`.
+def dim_part(axes: tuple[str, ...], mesh: Mesh) -> tuple[int, int]:
+    """Returns the index of this process's part of a dimension that is split over `axes`, and the number of parts.
 
     Raises a `MeshError` where the processes' parts are not equal, or overlap.
     """
@@ -52,7 +39,7 @@ def dim_part(axes: tuple[str, ...], mesh: Mesh) -> DimPart:
     axes = tuple(axis for axis in dict.fromkeys(axes) if axis in names)  # the check of specs reports others
     # Along the axes, a device's index in the dimension; along the others, devices have the same index.
     order = [names.index(axis) for axis in axes] + [dim for dim, name in enumerate(names) if name not in axes]
-    count = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
+    count = math.prod(mesh.shape[axis] for axis in axes)
     rows: dict[int, set[int]] = {}
     for row, devices in enumerate(mesh.devices.transpose(order).reshape(count, -1)):
         for device in devices:
@@ -67,7 +54,7 @@ def dim_part(axes: tuple[str, ...], mesh: Mesh) -> DimPart:
     process = jax.process_index()
     if process not in rows:
         raise MeshError(f"process {process} has no device of the mesh, so it has no part of the batch")
-    return DimPart(parts.index(tuple(sorted(rows[process]))), len(parts))
+    return parts.index(tuple(sorted(rows[process]))), len(parts)
 
 
 def global_shape(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
@@ -76,4 +63,4 @@ def global_shape(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
         return shape
     entries = [*sharding.spec.partitions, *[None] * len(shape)]
     parts = [dim_part(axis_names(PartitionSpec(entry)), sharding.mesh) for entry in entries[: len(shape)]]
-    return tuple(size * part.count for size, part in zip(shape, parts, strict=True))
+    return tuple(size * count for size, (_, count) in zip(shape, parts, strict=True))

@@ -49,7 +49,9 @@ class CompositeShardingRule(LeavesShardingRule):
         undecided = list(range(len(leaves.items)))
         for rule in self.rules:
             if not undecided and leaves.items:
-                findings.append(_shadowed_rule(rule))
+                why = f"every leaf is decided before {type(rule).__name__} applies"
+                remedy = "Remove it, unless it is for other trees"
+                findings.append(Finding("note", "shadowed-rule", why, remedy=remedy, rule="CompositeShardingRule"))
                 continue
             verdict = decide(rule, leaves.select(undecided, settled))
             findings += verdict.findings
@@ -70,13 +72,3 @@ class CompositeShardingRule(LeavesShardingRule):
     def _wins(self, decision: Decision) -> bool:
         # Rules of other libraries cannot return `None`: they leave an array to the next rule by an empty spec.
         return decision.spec is not None and (self.empty_is_opinion or bool(axis_names(decision.spec)))
-
-
-def _shadowed_rule(rule: ShardingRule) -> Finding:
-    return Finding(
-        "note",
-        "shadowed-rule",
-        f"every leaf is decided before {type(rule).__name__} applies",
-        remedy="Remove it, unless it is for other trees",
-        rule="CompositeShardingRule",
-    )

@@ -110,14 +110,5 @@ def _dropped(leaf: Leaf, dim: int, name: str) -> Finding:
         why = f"unknown axis {name!r}{suggest(name, leaf.sizes)}"
     else:
         why = f"axis {name!r} of size {leaf.sizes[name]} does not divide what remains of {leaf.shape[dim]}"
-    return Finding(
-        "warning",
-        "fitted",
-        f"{why}: dropped from dimension {dim}",
-        leaf.path,
-        _REMEDY,
-        leaf.shape,
-        dim,
-        name,
-        rule="FittedShardingRule",
-    )
+    why = f"{why}: dropped from dimension {dim}"
+    return Finding("warning", "fitted", why, leaf.path, _REMEDY, leaf.shape, dim, name, rule="FittedShardingRule")

@@ -120,7 +120,7 @@ _REMEDIES = {
 
 
 def spec_errors(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh, path: str = "") -> list[Finding]:
-    """Returns what is wrong with a spec that the user wrote out for an array."""
+    """Returns the errors in a spec that the user wrote out for an array."""
     return [
         attrs.evolve(finding, remedy=_REMEDIES.get(finding.code, finding.remedy))
         for finding in check_spec(path, shape, spec, mesh_sizes(mesh))

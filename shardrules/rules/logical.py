@@ -110,14 +110,14 @@ class LogicalShardingRule(LeafShardingRule):
 
     def _open_dim(self, leaf: Leaf, dim: int, name: LogicalName, owner: Mapping[str, LogicalName]) -> Finding:
         """A finding about a dimension that has a name and got no axis."""
-        candidates = [
-            part
-            for logical_name, axis in self.mapping
-            if logical_name == name and axis is not None
-            for part in axis_tuple(axis)
-        ]
+        rule = "LogicalShardingRule"
+        axes = [axis for logical_name, axis in self.mapping if logical_name == name and axis is not None]
+        candidates = [part for axis in axes for part in axis_tuple(axis)]
         if not candidates:
-            return self._unknown(leaf, dim, name)
+            near = suggest(name, [logical_name for logical_name, _ in self.mapping]) if isinstance(name, str) else ""
+            why = f"logical axis {name!r}{near} is not in the mapping, so dimension {dim} stays whole"
+            remedy = f"Add it to the mapping; {name!r}: None keeps it whole without this warning"
+            return Finding("warning", "unknown-logical-axis", why, leaf.path, remedy, leaf.shape, dim, rule=rule)
         # An earlier rule's axis is an error, unlike one that this mapping gave to another dimension of the leaf.
         earlier = [part for part in candidates if part in leaf.used_axes]
         if earlier:
@@ -127,31 +127,12 @@ class LogicalShardingRule(LeafShardingRule):
                 "Map it to another axis, or to None",
             )
         part = next(part for part in candidates if part in owner)
-        return Finding(
-            "warning",
-            "lost-logical-axis",
+        why = (
             f"logical axes {owner[part]!r} and {name!r} both map to mesh axis {part!r}, and {owner[part]!r} comes "
-            f"first, so dimension {dim} stays whole",
-            leaf.path,
-            f"Map one of them to another axis; ({name!r}, None) at the end keeps it whole without this warning",
-            leaf.shape,
-            dim,
-            part,
-            rule="LogicalShardingRule",
+            f"first, so dimension {dim} stays whole"
         )
-
-    def _unknown(self, leaf: Leaf, dim: int, name: LogicalName) -> Finding:
-        near = suggest(name, [logical_name for logical_name, _ in self.mapping]) if isinstance(name, str) else ""
-        return Finding(
-            "warning",
-            "unknown-logical-axis",
-            f"logical axis {name!r}{near} is not in the mapping, so dimension {dim} stays whole",
-            leaf.path,
-            f"Add it to the mapping; {name!r}: None keeps it whole without this warning",
-            leaf.shape,
-            dim,
-            rule="LogicalShardingRule",
-        )
+        remedy = f"Map one of them to another axis; ({name!r}, None) at the end keeps it whole without this warning"
+        return Finding("warning", "lost-logical-axis", why, leaf.path, remedy, leaf.shape, dim, part, rule=rule)
 
 
 def _entry_text(entry: Entry) -> str:

@@ -109,35 +109,28 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
         return Decision(make_spec(tuple(entries)), reason, None, findings)
 
     def _over_budget(self, leaf: Leaf, device_bytes: int) -> Finding:
-        return Finding(
-            "error",
-            "over-budget",
+        why = (
             f"with one axis for each dimension a device holds at least {device_bytes:,} bytes, more than the limit of "
-            f"{self.max_memory_per_device:,}",
-            leaf.path,
-            f"Raise max_memory_per_device to {device_bytes:,} or more, or use a larger mesh",
-            leaf.shape,
-            rule="MemoryConstrainedShardingRule",
+            f"{self.max_memory_per_device:,}"
         )
+        remedy = f"Raise max_memory_per_device to {device_bytes:,} or more, or use a larger mesh"
+        rule = "MemoryConstrainedShardingRule"
+        return Finding("error", "over-budget", why, leaf.path, remedy, leaf.shape, rule=rule)
 
     def _fit_tree(self, leaves: Leaves) -> tuple[Decision, ...]:
         settled_bytes = sum(
             count * (leaf.nbytes if leaf.spec is None else leaf.shard_bytes(leaf.spec))
             for leaf, count in leaves.settled
         )
-        # Finding the choices of a leaf is slow, and a model has few different leaves. Leaves with equal choices are one
-        # group of the knapsack.
-        cache: dict[object, tuple[_Choice, ...]] = {}
-        groups: dict[tuple[_Choice, ...], list[int]] = {}
+        # Finding the choices of a leaf is slow, and a model has few different leaves: equal ones are one group.
+        groups: dict[object, list[int]] = {}
         for leaf_index, leaf in enumerate(leaves.items):
-            key = (leaf.shape, leaf.dtype, leaf.entries, leaf.outer_axes)
-            choices = cache.get(key)
-            if choices is None:
-                cache[key] = choices = tuple(_choices(leaf, self._free_axes(leaf)))
-            groups.setdefault(choices, []).append(leaf_index)
+            groups.setdefault((leaf.shape, leaf.dtype, leaf.entries, leaf.outer_axes), []).append(leaf_index)
+        firsts = [leaves.items[leaf_indices[0]] for leaf_indices in groups.values()]
+        choices = [list(_choices(leaf, self._free_axes(leaf))) for leaf in firsts]
         problem = [
-            LeafGroup(len(leaf_indices), tuple(choice.option for choice in choices))
-            for choices, leaf_indices in groups.items()
+            LeafGroup(len(leaf_indices), tuple(choice.option for choice in group_choices))
+            for group_choices, leaf_indices in zip(choices, groups.values(), strict=True)
         ]
         limit = self.max_memory_per_device
         counts = choose(problem, limit - settled_bytes)
@@ -150,10 +143,10 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
                 "axes."
             )
         decisions: list[Decision] = [leaf.skip("") for leaf in leaves.items]
-        for (choices, leaf_indices), option_counts in zip(groups.items(), counts, strict=True):
-            order = [choice for choice, count in zip(choices, option_counts, strict=True) for _ in range(count)]
+        for leaf_indices, group_choices, option_counts in zip(groups.values(), choices, counts, strict=True):
+            order = [choice for choice, count in zip(group_choices, option_counts, strict=True) for _ in range(count)]
             for leaf_index, choice in zip(leaf_indices, order, strict=True):
-                decisions[leaf_index] = choice.decision(limit)
+                decisions[leaf_index] = Decision(make_spec(choice.entries), f"{choice.reason} {bytes_text(limit)}")
         return tuple(decisions)
 
 
@@ -164,15 +157,7 @@ class _Choice:
 
     entries: Entries
     option: Option
-    split: bool
-
-    def decision(self, limit: int) -> Decision:
-        if not self.split:
-            return Decision(
-                make_spec(self.entries if any(self.entries) else ()),
-                f"stays as it is: the tree fits {bytes_text(limit)}",
-            )
-        return Decision(make_spec(self.entries), f"split so that the tree fits {bytes_text(limit)}")
+    reason: str
 
 
 def _choices(leaf: Leaf, axes: Sequence[Axis]) -> Iterator[_Choice]:
@@ -180,7 +165,7 @@ def _choices(leaf: Leaf, axes: Sequence[Axis]) -> Iterator[_Choice]:
     old_entries = leaf.entries[: leaf.ndim]
     dims = sorted(leaf.free_dims(), key=lambda dim: -leaf.shape[dim])
     unsplit_bytes = leaf.shard_bytes(make_spec(old_entries))
-    yield _Choice(old_entries, Option(unsplit_bytes, 0), split=False)
+    yield _Choice(old_entries if any(old_entries) else (), Option(unsplit_bytes, 0), "stays as it is: the tree fits")
     simplest: dict[int, tuple[tuple[int, int], Entries]] = {}
     axis_order = list(leaf.sizes)
     # Every way to give each axis to one dimension, or to none. The order makes the first of equally simple ways the one
@@ -205,4 +190,4 @@ def _choices(leaf: Leaf, axes: Sequence[Axis]) -> Iterator[_Choice]:
         entries = simplest[part_count][1]
         device_bytes = leaf.shard_bytes(make_spec(entries))
         if device_bytes < unsplit_bytes:
-            yield _Choice(entries, Option(device_bytes, unsplit_bytes - device_bytes), split=True)
+            yield _Choice(entries, Option(device_bytes, unsplit_bytes - device_bytes), "split so that the tree fits")

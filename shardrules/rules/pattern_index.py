@@ -11,8 +11,8 @@ from typing import final
 import attrs
 
 MIN_PATTERNS = 64
-"""From this number of patterns on an index is quicker than trying all in order: a path has a hundred names to look up,
-each in a third of the time that a pattern takes."""
+"""From this number of patterns on an index is quicker than trying all in order: at 500 in 0.4 of the time, at 8,000 in
+0.14, of a plan. Chosen by hand."""
 
 _LENGTH = 16
 """The characters of a name that are looked up: the number of a layer and what is around it. Chosen by hand."""

@@ -31,6 +31,7 @@ Unmatched: TypeAlias = Literal["skip", "replicate", "error"]
 def _as_pattern_pairs(
     rules: Iterable[tuple[str | re.Pattern[str], PatternValue]],
 ) -> tuple[tuple[str, PatternValue], ...]:
+    parse = functools.cache(parse_rule)  # of thousands of texts, most are equal
     try:
         patterns = [(pattern, value) for pattern, value in rules]
     except (TypeError, ValueError):
@@ -38,12 +39,8 @@ def _as_pattern_pairs(
             "RegexShardingRule takes (pattern, value) pairs in order, [('norm', P()), ('.*', P('data'))]; "
             f"got {rules!r}"
         ) from None
-    # Of thousands of texts, most are equal.
-    values = {
-        text: parse_rule(text) for text in dict.fromkeys(value for _, value in patterns if isinstance(value, str))
-    }
     pairs = tuple(
-        (_pattern_text(pattern), values[value] if isinstance(value, str) else value) for pattern, value in patterns
+        [(_pattern_text(pattern), parse(value) if isinstance(value, str) else value) for pattern, value in patterns]
     )
     for pattern, value in pairs:
         if not (value is None or isinstance(value, PartitionSpec | ShardingRule)):
@@ -69,8 +66,11 @@ def _pattern_text(pattern: object) -> str:
     return pattern
 
 
-def _contains(text: str) -> Matcher:
-    return lambda path: text in path
+def _matcher(pattern: str, match: Match) -> Matcher:
+    # Searching a text needs no regular expression, and compiling thousands takes longer than all the rest.
+    if match == "search" and names(pattern) == (pattern,):
+        return lambda path: pattern in path
+    return getattr(compile_pattern(pattern, "RegexShardingRule"), match)
 
 
 def _check_patterns(rule: "RegexShardingRule", field: object, match: Match) -> None:
@@ -135,16 +135,7 @@ class RegexShardingRule(LeavesShardingRule):
 
     @functools.cached_property
     def _matchers(self) -> tuple[Matcher, ...]:
-        is_search = self.match == "search"
-        return tuple(
-            [
-                # Searching a text needs no regular expression, and compiling thousands takes longer than all the rest.
-                _contains(pattern)
-                if is_search and names(pattern) == (pattern,)
-                else getattr(compile_pattern(pattern, "RegexShardingRule"), self.match)
-                for pattern, _ in self.rules
-            ]
-        )
+        return tuple([_matcher(pattern, self.match) for pattern, _ in self.rules])
 
     @functools.cached_property
     def _fixed_decisions(self) -> tuple[Decision | None, ...]:
@@ -240,25 +231,22 @@ class RegexShardingRule(LeavesShardingRule):
         shadowed = self._matching(paths, matchers, idle)
         for pattern_index in idle:
             pattern = self.rules[pattern_index][0]
+            code, remedy = "dead-pattern", "Correct it, or remove it"
+            why = f"pattern {pattern!r} matches none of the leaves that reach this rule"
             if pattern_index in shadowed:
+                code, remedy = "shadowed-pattern", "Move it before the patterns that match its leaves, or remove it"
                 why = f"every leaf that pattern {pattern!r} matches is matched by an earlier pattern"
-                remedy = "Move it before the patterns that match its leaves, or remove it"
-                code = "shadowed-pattern"
-            else:
-                why = f"pattern {pattern!r} matches none of the leaves that reach this rule"
-                code, remedy = "dead-pattern", "Correct it, or remove it"
             yield pattern_index, Finding("warning", code, why, remedy=remedy, rule="RegexShardingRule")
 
     def _matching(self, paths: Sequence[str], matchers: Sequence[Matcher], patterns: Sequence[int]) -> Container[int]:
-        """Those of `patterns` that match any path."""
-        index = self._index
-        if index is None:
-            return {pattern for pattern in patterns if any(map(matchers[pattern], paths))}
+        """The patterns among `patterns` that match any path."""
         open_patterns = set(patterns)
         for path in paths:
-            candidates = [candidate for candidate in index.candidates(path) if candidate in open_patterns]
-            open_patterns.difference_update(candidate for candidate in candidates if matchers[candidate](path))
-        return {pattern for pattern in patterns if pattern not in open_patterns}
+            candidates = (
+                open_patterns if self._index is None else open_patterns.intersection(self._index.candidates(path))
+            )
+            open_patterns = open_patterns.difference([index for index in candidates if matchers[index](path)])
+        return set(patterns) - open_patterns
 
 
 def _fixed_decision(rule: RegexShardingRule, pattern: str, value: PatternValue) -> Decision | None:

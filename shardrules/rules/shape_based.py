@@ -71,36 +71,26 @@ class ShapeBasedShardingRule(LeavesShardingRule):
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         """Returns the first match of each of `leaves`, with a finding for each pattern that wins no leaf."""
-        won: dict[int, None] = {}
+        idle = dict.fromkeys(range(len(self.shape_patterns)))
         decisions: list[Decision] = []
         for leaf in leaves.items:
-            matches = (index for index, (pattern, _) in enumerate(self.shape_patterns) if _matches(pattern, leaf.shape))
-            pattern_index = next(matches, None)
-            if pattern_index is None:
-                decisions.append(leaf.skip("no shape pattern matches"))
-                continue
-            won[pattern_index] = None
-            pattern, spec = self.shape_patterns[pattern_index]
-            decisions.append(leaf.try_refine(spec, f"shape matches {pattern}"))
+            decision = leaf.skip("no shape pattern matches")
+            for pattern_index, (pattern, spec) in enumerate(self.shape_patterns):
+                if _matches(pattern, leaf.shape):
+                    idle.pop(pattern_index, None)
+                    decision = leaf.try_refine(spec, f"shape matches {pattern}")
+                    break
+            decisions.append(decision)
         # The engine drops those that win a leaf elsewhere, where an equal rule decides other leaves of the tree.
-        idle = [index for index in range(len(self.shape_patterns)) if index not in won]
         return Verdict(tuple(decisions), idle=tuple((index, self._idle_finding(index, leaves)) for index in idle))
 
     def _idle_finding(self, pattern_index: int, leaves: Leaves) -> Finding:
         pattern = self.shape_patterns[pattern_index][0]
-        # It matches something, so an earlier pattern must have won all of that.
+        rule = "ShapeBasedShardingRule"
+        # If it matches something, an earlier pattern must have won all of that.
         if any(_matches(pattern, leaf.shape) for leaf in leaves.items):
-            return Finding(
-                "warning",
-                "shadowed-pattern",
-                f"every array of shape {pattern} is matched by an earlier pattern",
-                remedy="Put the narrower pattern first, or remove this one",
-                rule="ShapeBasedShardingRule",
-            )
-        return Finding(
-            "warning",
-            "dead-pattern",
-            f"no array that reaches this rule has shape {pattern}",
-            remedy="Correct the pattern, or remove it",
-            rule="ShapeBasedShardingRule",
-        )
+            why = f"every array of shape {pattern} is matched by an earlier pattern"
+            remedy = "Put the narrower pattern first, or remove this one"
+            return Finding("warning", "shadowed-pattern", why, remedy=remedy, rule=rule)
+        why = f"no array that reaches this rule has shape {pattern}"
+        return Finding("warning", "dead-pattern", why, remedy="Correct the pattern, or remove it", rule=rule)

@@ -6,6 +6,7 @@ is parsed and never run: it holds names, literals and `|`, nothing else.
 
 import ast
 import functools
+import importlib
 import inspect
 import operator
 import re
@@ -19,7 +20,6 @@ from shardrules.core.rule import ShardingRule
 from shardrules.rules.auto import AutoShardingRule
 from shardrules.rules.dim import DimShardingRule
 from shardrules.rules.fsdp import FSDPShardingRule
-from shardrules.rules.late import HUGGING_FACE
 from shardrules.rules.logical import LogicalShardingRule
 from shardrules.rules.memory import MemoryConstrainedShardingRule
 from shardrules.rules.replicate import ReplicateShardingRule
@@ -30,11 +30,18 @@ Op: TypeAlias = Callable[..., ShardingRule]
 Ops: TypeAlias = Mapping[str, Op]
 """Ops by name: a value to pass on, not a registry of the process."""
 
+
+def hugging_face_rule(tensor: Any = "auto", fsdp: Any = "auto", head_dim: Any = None, roles: Any = ()) -> ShardingRule:
+    """Returns a `HuggingFaceShardingRule`. Presets stand above this room: a dotted name is the one way up."""
+    module = importlib.import_module("shardrules.presets.huggingface.rule")
+    return module.HuggingFaceShardingRule(tensor, fsdp, head_dim, roles)
+
+
 DEFAULT_OPS: Ops = MappingProxyType(
     {
         "auto": AutoShardingRule,
         "fsdp": FSDPShardingRule,
-        "hf": HUGGING_FACE,
+        "hf": hugging_face_rule,
         "logical": LogicalShardingRule,
         "memory": MemoryConstrainedShardingRule,
         "replicate": ReplicateShardingRule,
@@ -112,9 +119,15 @@ def parse_rule(text: str, ops: Ops = DEFAULT_OPS) -> ShardingRule:
     assert rule == sr.DimShardingRule("model", -1) | sr.FSDPShardingRule(axis="data")
     ```
     """
-    return functools.reduce(
-        operator.or_, [_make_rule(call, text, ops) for call in _chained_calls(parse_expression(text))]
-    )
+    # Parentheses are gone in the syntax tree, so `a|(b|c)` is the same chain as `a|b|c`.
+    pending, rules = [_parse_expression(text)], []
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            pending += [node.right, node.left]
+        else:
+            rules.append(_make_rule(node, text, ops))
+    return functools.reduce(operator.or_, rules)
 
 
 _UNCLOSED = re.compile("never closed|unterminated|unmatched|does not match")
@@ -122,20 +135,7 @@ _UNCLOSED = re.compile("never closed|unterminated|unmatched|does not match")
 _EXPECTED_FORM = "write op|op(args), for instance \"shard_dim('model', -1)|fsdp(axis='data')\""
 
 
-def _chained_calls(node: ast.expr) -> list[ast.expr]:
-    # Parentheses are gone in the syntax tree, so `a|(b|c)` is the same chain as `a|b|c`.
-    pending, calls = [node], []
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-            pending += [node.right, node.left]
-        else:
-            calls.append(node)
-    return calls
-
-
-def parse_call(node: ast.expr, text: str) -> tuple[str, list[Any], dict[str, Any]]:
-    """Returns the name, the positional and the named arguments of `name` or `name(literals)`."""
+def _parse_call(node: ast.expr, text: str) -> tuple[str, list[Any], dict[str, Any]]:
     if isinstance(node, ast.Name):
         return node.id, [], {}
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
@@ -160,10 +160,10 @@ def parse_call(node: ast.expr, text: str) -> tuple[str, list[Any], dict[str, Any
 
 def parse_op(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     """Returns the name, the positional and the named arguments of one op, such as `"adamw(b1=0.9)"`."""
-    return parse_call(parse_expression(text), text)
+    return _parse_call(_parse_expression(text), text)
 
 
-def parse_expression(text: str) -> ast.expr:
+def _parse_expression(text: str) -> ast.expr:
     if not isinstance(text, str):
         raise ConfigError(f"a rule text must be a string, got {text!r:.60}; {_EXPECTED_FORM}")
     try:
@@ -176,23 +176,20 @@ def parse_expression(text: str) -> ast.expr:
         closing = f"{error.msg}; " if isinstance(error, SyntaxError) and _UNCLOSED.search(error.msg) else ""
         raise ConfigError(f"invalid rule text {text!r:.200}{column}: {closing}{_EXPECTED_FORM}") from error
     # Python reads hexadecimal integers of any length, and does not print those of 4,300 digits.
-    if any(isinstance(node, ast.Constant) and _is_too_large(node.value) for node in ast.walk(tree)):
+    constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    if any(isinstance(value, int) and value > LARGEST_INTEGER for value in constants):
         raise ConfigError(f"invalid rule text {text!r:.200}: an integer does not fit in 64 bits")
     return tree
 
 
-def _is_too_large(value: object) -> bool:
-    return isinstance(value, int) and value > LARGEST_INTEGER
-
-
 def _make_rule(node: ast.expr, text: str, ops: Ops) -> ShardingRule:
-    name, args, named = parse_call(node, text)
+    name, args, named = _parse_call(node, text)
     if name not in ops:
         raise UnknownOpError(
             f"rule text {text!r:.200}: unknown op {name!r}{suggest(name, ops)} (no 'shardings.{name}' among the "
             f"known ops: {', '.join(sorted(ops))})"
         )
-    # Only a TypeError is about the call; a rule that refuses a value says so itself, with the name of its field.
+    # Only a TypeError is about the call: a rule that refuses a value says so itself.
     try:
         return ops[name](*args, **named)
     except TypeError as error:

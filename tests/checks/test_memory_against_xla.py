@@ -147,50 +147,6 @@ def test_elements_below_a_byte_are_packed_on_tpus_and_gpus(target: str, dtype: s
     assert usage["size_per_device"] == compiled_bytes(mesh, tree, specs) == 1024 * 1024 * bits // 8 // 8
 
 
-def test_random_trees_cover_all_cases() -> None:
-    trees = [random_tree(seed) for seed in SEEDS]
-    assert len(trees) >= 30
-    pairs = [
-        (dict(axes), x, spec)
-        for axes, tree, specs in trees
-        for x, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
-    ]
-    names = [
-        [name for part in spec if part for name in ((part,) if isinstance(part, str) else part)] for *_, spec in pairs
-    ]
-    shapes = [(x.shape, x.dtype) for _, x, _ in pairs]
-    assert [dtype for dtype in DTYPES if not any(shape_dtype == dtype for _, shape_dtype in shapes)] == []
-    counted = {
-        "tuple axes": sum(any(isinstance(part, tuple) and len(part) > 1 for part in spec) for *_, spec in pairs),
-        "size-1 axes": sum(
-            any(axes[name] == 1 for name in ones) for (axes, *_), ones in zip(pairs, names, strict=True)
-        ),
-        "replicated": sum(not ones and math.prod(x.shape) > 1 for (_, x, _), ones in zip(pairs, names, strict=True)),
-        "all devices": sum(
-            math.prod(axes[name] for name in ones) == 8 for (axes, *_), ones in zip(pairs, names, strict=True)
-        ),
-        "scalars": sum(shape == () for shape, _ in shapes),
-        "no elements": sum(0 in shape for shape, _ in shapes),
-    }
-    assert [kind for kind, count in counted.items() if count < 10] == []
-
-
-def test_equal_specs_take_equal_bytes() -> None:
-    mesh = make_mesh(MESHES[1])
-    tree = {"w": jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)}
-    ways = (P("data"), P(("data",)), P("data", None), P(["data"], None))
-    sizes = {sr.ShardingAnalyzer(mesh).estimate_memory_usage(tree, {"w": spec})["size_per_device"] for spec in ways}
-    assert sizes == {compiled_bytes(mesh, tree, {"w": P("data")})} == {64}
-
-
-def test_optimizer_states_and_arrays_on_devices() -> None:
-    mesh = make_mesh(MESHES[1])
-    params = {"w": jnp.ones((8, 16), jnp.bfloat16), "b": np.ones(16, np.float32), "key": jax.random.key(0)}
-    specs = {"w": P("data", "model"), "b": P(), "key": P()}
-    usage = sr.ShardingAnalyzer(mesh).estimate_memory_usage(params, specs)
-    assert usage["size_per_device"] == compiled_bytes(mesh, params, specs) == 8 * 16 * 2 // 8 + 64 + 8
-
-
 def test_64_bit_types_depend_on_x64_mode() -> None:
     mesh = make_mesh(MESHES[0])
     tree, specs = [np.ones((16, 3)), np.ones(5, np.int64)], [P("data"), P()]

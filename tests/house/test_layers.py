@@ -40,7 +40,7 @@ LAZY: dict[str, str] = {
 }
 """What may be imported inside a function, and why."""
 
-BY_NAME = {"rules.late": "texts and files name the rules of presets too, which are imported when they are made"}
+BY_NAME = {"rules.text": "texts and files name the rules of presets too, which are imported when they are made"}
 """The modules that may name a module above theirs in a string, and why."""
 
 
@@ -192,9 +192,9 @@ def test_downward_imports_are_fine(tmp_path: Path) -> None:
 
 
 def test_a_string_that_names_a_module_above_is_reported(tmp_path: Path) -> None:
-    files = {"rules/late.py": "x = 'planted.presets.a'\ny = 'planted.core.b'", "presets/a.py": "", "core/b.py": ""}
+    files = {"rules/text.py": "x = 'planted.presets.a'\ny = 'planted.core.b'", "presets/a.py": "", "core/b.py": ""}
     modules = plant(tmp_path, files)
-    assert upward_names(modules, []) == ["planted.rules.late:1 names planted.presets.a"]
+    assert upward_names(modules, []) == ["planted.rules.text:1 names planted.presets.a"]
     assert upward_names(modules, BY_NAME) == []
 
 

@@ -1,7 +1,6 @@
 """Meshes of real devices, and of devices that are only descriptions."""
 
 import contextlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh
 
 import shardrules as sr
 
@@ -41,29 +39,51 @@ def test_sizes_and_names_in_every_form(arguments: Any, sizes: dict[str, int]) ->
     assert mesh is sr.create_mesh(list(sizes.values()), list(sizes))
 
 
+DEVICES = jax.devices()
+BACKWARDS = {"devices": DEVICES[::-1]}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "match"),
+    ("axis_dims", "names", "options", "match"),
     [
-        (((2, 4),), r"axis_dims \(2, 4\) needs axis_names"),
-        (("a:8", ("b",)), "'a:8' already names its axes"),
-        (("a:2",), "multiply to 2"),
-        (("a:3,b:-1",), "multiply to 3"),
-        (("data",), "'data' is not name:size"),
-        (("data:0",), "'data:0' is not name:size"),
-        ((8, "a"), "axis_dims must be a tuple of integers, got 8"),
-        (((2.0, 4.0), ("a", "b")), "axis_dims must be a tuple of integers"),
-        ((("2", "4"), ("a", "b")), "axis_dims must be a tuple of integers"),
-        (({8}, ("a",)), "axis_dims must be a tuple of integers"),
-        (((8,), {"a"}), "axis_names must be a tuple of names"),
-        (((2, 4), 3), "axis_names must be a tuple of names, got 3"),
-        (((2, 4), ("", "a")), "an axis name must be a non-empty string, got ''"),
-        (((2, 4), ("a", "b"), 1), "dcn_mesh_dims must be a tuple of integers, got 1"),
+        ((2, 4), None, {}, r"axis_dims \(2, 4\) needs axis_names"),
+        ("a:8", ("b",), {}, "'a:8' already names its axes"),
+        ("a:2", None, {}, "multiply to 2"),
+        ("a:3,b:-1", None, {}, "multiply to 3"),
+        ("data", None, {}, "'data' is not name:size"),
+        (8, "a", {}, "axis_dims must be a tuple of integers, got 8"),
+        ((2.0, 4.0), ("a", "b"), {}, "axis_dims must be a tuple of integers"),
+        ({8}, ("a",), {}, "axis_dims must be a tuple of integers"),
+        ((8,), {"a"}, {}, "axis_names must be a tuple of names"),
+        ((2, 4), 3, {}, "axis_names must be a tuple of names, got 3"),
+        ((2, 4), ("", "a"), {}, "an axis name must be a non-empty string, got ''"),
+        ("a:2,b:4", None, {"dcn_mesh_dims": 1}, "dcn_mesh_dims must be a tuple of integers, got 1"),
+        ("a:2,b:4", None, {"axis_types": "explicti"}, "must be one of 'auto', .* AxisType.*did you mean 'explicit'"),
+        ("a:2,b:4", None, {"axis_types": ("auto",) * 3}, "Got 3 types for 2 axis names"),
+        ("a:2,b:4", None, {"axis_types": ()}, "Got 0 types for 2 axis names"),
+        ("a:2,b:4", None, {"devices": np.array(DEVICES).reshape(4, 2)}, r"devices has shape \(4, 2\) and the mesh \(2"),
+        ("a:2,b:4", None, {"devices": [[device] for device in DEVICES]}, r"devices has shape \(8, 1\)"),
+        ("a:2,b:4", None, {"devices": [DEVICES[:3], DEVICES[3:]]}, "a mesh needs devices, got \\["),
+        ("a:2,b:4", None, {"devices": DEVICES[0]}, "devices must be a list of devices"),
+        ("a:2,b:4", None, {"devices": np.array(DEVICES[0])}, "devices must be a list of devices"),
+        ("a:2,b:4", None, {"devices": range(8)}, "a mesh needs devices, got 0"),
+        ("a:2,b:4", None, {"devices": []}, "there are no devices"),
+        ("a:8", None, {"devices": DEVICES[:4] * 2}, "8 devices, only 4 different"),
+        ("a:8", None, {"devices": DEVICES, "backend": "cpu"}, "devices or a backend, not both"),
+        ("a:2,b:4", None, {**BACKWARDS, "dcn_mesh_dims": (1, 1)}, "dcn_mesh_dims cannot be combined with devices"),
+        ("a:2,b:4", None, {**BACKWARDS, "use_jax": True}, "use_jax cannot be combined with devices"),
     ],
     ids=str,
 )
-def test_invalid_sizes_and_names_raise(arguments: Any, match: str) -> None:
+def test_invalid_arguments_raise(axis_dims: Any, names: Any, options: Any, match: str) -> None:
     with pytest.raises(sr.errors.MeshError, match=match):
-        sr.create_mesh(*arguments)
+        sr.create_mesh(axis_dims, names, **options)
+
+
+@pytest.mark.parametrize(("axis_types", "match"), [(3, "got 3 of type int"), (("auto", None), "got None of type None")])
+def test_types_of_another_type_raise(axis_types: Any, match: str) -> None:
+    with pytest.raises(TypeError, match=match):
+        sr.create_mesh("a:2,b:4", axis_types=axis_types)
 
 
 @pytest.mark.parametrize("use_jax", [False, True])
@@ -88,37 +108,6 @@ def test_axis_types_do_not_depend_on_how_devices_are_chosen(
     assert sr.create_mesh("a:2,b:2", axis_types=axis_types, devices=jax.devices()[:4]).axis_types == types
 
 
-@pytest.mark.parametrize(
-    ("axis_types", "error", "match"),
-    [
-        ("explicti", ValueError, "must be one of 'auto', 'explicit', 'manual' .*did you mean 'explicit'"),
-        (("auto",) * 3, ValueError, "Got 3 types for 2 axis names"),
-        ((), ValueError, "Got 0 types for 2 axis names"),
-        (3, TypeError, "got 3 of type int"),
-        (("auto", None), TypeError, "got None of type NoneType"),
-    ],
-    ids=str,
-)
-def test_invalid_axis_types_raise(axis_types: Any, error: type[Exception], match: str) -> None:
-    with pytest.raises(sr.errors.ShardRulesError, match=match) as caught:
-        sr.create_mesh("a:2,b:4", axis_types=axis_types)
-    assert isinstance(caught.value, error)
-
-
-def test_a_mesh_of_a_part_of_the_devices() -> None:
-    mesh = sr.create_mesh("a:2,b:-1", devices=jax.devices()[4:])
-    assert ids(mesh) == [4, 5, 6, 7]
-    x = jax.device_put(np.arange(8.0), NamedSharding(mesh, P(("a", "b"))))
-    assert x.sum() == 28
-
-
-def test_an_array_of_devices_keeps_its_order() -> None:
-    turned = np.array(jax.devices())[::-1].reshape(2, 4)
-    assert ids(sr.create_mesh("a:2,b:4", devices=turned)) == [7, 6, 5, 4, 3, 2, 1, 0]
-    with pytest.raises(sr.errors.MeshError, match="dcn_mesh_dims cannot be combined with devices"):
-        sr.create_mesh("a:2,b:4", devices=turned, dcn_mesh_dims=(1, 1))
-
-
 def test_a_list_in_a_custom_order_is_kept() -> None:
     devices = jax.devices()
     order = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -127,15 +116,10 @@ def test_a_list_in_a_custom_order_is_kept() -> None:
     for form in [*forms, np.array(custom).reshape(2, 4)]:
         assert ids(sr.create_mesh("a:2,b:4", devices=form)) == order
     assert ids(sr.create_mesh("a:4", devices=devices[:4][::-1])) == [3, 2, 1, 0]
+    assert ids(sr.create_mesh("a:2,b:-1", devices=devices[4:])) == [4, 5, 6, 7]
     assert ids(sr.create_mesh("a:8", devices=[*devices])) == list(range(8))
     hosts = [sr.meshes.DeviceInfo(index, process_index=index // 4) for index in order]
     assert ids(sr.create_mesh("a:2,b:4", devices=hosts)) == order
-
-
-@pytest.mark.parametrize(("option", "value"), [("dcn_mesh_dims", (1, 1)), ("use_jax", True)])
-def test_layout_options_need_devices_in_the_usual_order(option: str, value: Any) -> None:
-    with pytest.raises(sr.errors.MeshError, match=f"{option} cannot be combined with devices"):
-        sr.create_mesh("a:2,b:4", devices=jax.devices()[::-1], **{option: value})
 
 
 def test_a_list_in_the_order_of_the_backend_is_laid_out() -> None:
@@ -150,23 +134,6 @@ def test_a_list_in_the_order_of_the_backend_is_laid_out() -> None:
         mesh = sr.create_mesh("a:4,b:4", devices=devices)
         assert ids(mesh) == sr.meshes.lay_out((4, 4), "ab", torus).ids.ravel().tolist()
     assert ids(sr.create_mesh("a:4,b:4", devices=torus[::-1])) == list(range(15, -1, -1))
-
-
-@pytest.mark.parametrize(
-    ("devices", "match"),
-    [
-        (lambda d: np.array(d).reshape(4, 2), r"devices has shape \(4, 2\) and the mesh \(2, 4\)"),
-        (lambda d: [[device] for device in d], r"devices has shape \(8, 1\) and the mesh \(2, 4\)"),
-        (lambda d: [d[:3], d[3:]], "a mesh needs devices, got \\["),
-        (lambda d: d[0], "devices must be a list of devices"),
-        (lambda d: np.array(d[0]), "devices must be a list of devices"),
-        (lambda d: range(8), "a mesh needs devices, got 0"),
-        (lambda d: [], "there are no devices"),
-    ],
-)
-def test_devices_of_another_shape_raise(devices: Any, match: str) -> None:
-    with pytest.raises(sr.errors.MeshError, match=match):
-        sr.create_mesh("a:2,b:4", devices=devices(jax.devices()))
 
 
 def test_the_devices_that_an_error_suggests_work() -> None:
@@ -184,13 +151,6 @@ def test_the_devices_that_an_error_suggests_work() -> None:
         sr.create_mesh("a:2,b:3", devices=slices[:6])
     with pytest.warns(sr.errors.MeshWarning, match="'tp' of size 6 spans 2 processes"):
         sr.create_mesh("tp:6", devices=pairs[:6])
-
-
-def test_repeated_devices_raise() -> None:
-    with pytest.raises(sr.errors.MeshError, match="8 devices, only 4 different"):
-        sr.create_mesh("a:8", devices=jax.devices()[:4] * 2)
-    with pytest.raises(sr.errors.MeshError, match="devices or a backend, not both"):
-        sr.create_mesh("a:8", devices=jax.devices(), backend="cpu")
 
 
 def pod(slices: int, platform: str = "gpu") -> list[sr.meshes.DeviceInfo]:
@@ -227,6 +187,7 @@ def test_fast_axes_names_the_axes_that_warn() -> None:
 
 def test_a_fast_axis_of_placed_devices_warns() -> None:
     devices = np.array(pod(2))
+    sr.create_mesh("dp:4,tp:4", devices=pod(1))
     with pytest.warns(sr.errors.MeshWarning, match="'tp' of size 2 spans 2 slices"):
         sr.create_mesh("dp:8,tp:2", devices=devices.reshape(2, 8).T)
     with pytest.warns(sr.errors.MeshWarning, match="'tp' of size 8 spans 2 slices"):  # its first row only
@@ -234,7 +195,10 @@ def test_a_fast_axis_of_placed_devices_warns() -> None:
     sr.create_mesh("dp:2,tp:8", devices=devices.reshape(2, 8))
 
 
-def test_coordinates_of_gpus_do_not_join_hosts() -> None:
+def test_processes_are_joined_by_the_slow_network_unless_each_has_one_device() -> None:
+    single = [sr.meshes.DeviceInfo(index, process_index=index) for index in range(8)]
+    assert sr.create_mesh("tp:8", devices=single).size == 8
+    # Coordinates of GPUs do not join hosts.
     gpus = [
         sr.meshes.DeviceInfo(index, process_index=index // 4, slice_index=0, coords=(index % 4,), platform="gpu")
         for index in range(8)
@@ -263,19 +227,6 @@ def test_a_warning_points_at_the_caller(monkeypatch: pytest.MonkeyPatch) -> None
         assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_fast_axes_inside_a_granule_do_not_warn() -> None:
-    sr.create_mesh("dp:2,tp:8", devices=pod(2))
-    sr.create_mesh("dp:4,tp:4", devices=pod(1))
-
-
-def test_processes_of_one_device_each_do_not_warn() -> None:
-    single = [sr.meshes.DeviceInfo(index, process_index=index) for index in range(8)]
-    assert sr.create_mesh("tp:8", devices=single).size == 8
-    pairs = [sr.meshes.DeviceInfo(index, process_index=index // 2) for index in range(8)]
-    with pytest.warns(sr.errors.MeshWarning, match="spans 4 processes"):
-        sr.create_mesh("tp:8", devices=pairs)
-
-
 def test_missing_slices_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     before = sr.create_mesh("a:8")
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
@@ -297,12 +248,9 @@ def test_use_jax_takes_the_processes_of_one_torus() -> None:
         sr.create_mesh("a:16", devices=torus, use_jax=True)
         with pytest.raises(sr.errors.MeshError, match="or the processes of one torus"):
             sr.create_mesh("a:16", devices=pod(1), use_jax=True)
+        with pytest.raises(sr.errors.MeshError, match="use_jax=True needs devices of one slice and one process"):
+            sr.create_mesh("dp:16", devices=pod(2), use_jax=True)
     assert calls == [(((16,), ("a",)), torus)]
-
-
-def test_use_jax_takes_only_one_slice() -> None:
-    with pytest.raises(sr.errors.MeshError, match="use_jax=True needs devices of one slice and one process"):
-        sr.create_mesh("dp:16", devices=pod(2), use_jax=True)
 
 
 @pytest.mark.parametrize(
@@ -313,6 +261,8 @@ def test_use_jax_takes_only_one_slice() -> None:
         ("2,4", ["dp", "tp"], {"dp": 2, "tp": 4}),
         ("2, -1", ["dp", "tp"], {"dp": 2, "tp": 4}),
         ("dp:-1,tp:4", ["dp", "tp"], {"dp": 2, "tp": 4}),
+        (" dp : 4 ,tp: 2 ", ["dp", " tp"], {"dp": 4, "tp": 2}),
+        ("\tdp:4,\n tp:-1", ["dp", " tp"], {"dp": 4, "tp": 2}),
     ],
 )
 def test_parse_mesh_from_string_reads_both_forms(text: str, names: Any, sizes: dict[str, int]) -> None:
@@ -340,13 +290,14 @@ def test_a_text_that_does_not_match_the_names_raises(text: str, match: str) -> N
         sr.meshes.parse_mesh_from_string(text, ["dp", "tp"])
 
 
-@pytest.mark.parametrize("text", ["dp:4, tp:2", " dp : 4 ,tp: 2 ", "4, 2", "\tdp:4,\n tp:-1"])
-def test_blanks_in_a_text_are_ignored(text: str) -> None:
-    mesh = sr.meshes.parse_mesh_from_string(text, ["dp", " tp"])
-    assert mesh is sr.create_mesh("dp:4,tp:2")
-    if ":" in text:
-        assert sr.create_mesh(text) is mesh
-        assert dict(sr.mesh_shape(text.replace("-1", "2")).shape) == {"dp": 4, "tp": 2}
+@pytest.mark.parametrize("pairs", [[("a", 4, 1)], [("a",)], [4], 4, {"a": 8}], ids=str)
+def test_create_device_mesh_takes_pairs(pairs: Any) -> None:
+    with pytest.raises(sr.errors.MeshError, match="config_mesh must be a list of pairs"):
+        sr.meshes.create_device_mesh(pairs)
+    with pytest.raises(sr.errors.MeshError, match="axis_dims must be a string such as"):
+        sr.meshes.parse_mesh_from_string(pairs, ["a"])
+    mesh = sr.meshes.create_device_mesh([("data", -1), ("model", 4)], axis_types="explicit")
+    assert (dict(mesh.shape), mesh.axis_types) == ({"data": 2, "model": 4}, (EXPLICIT, EXPLICIT))
 
 
 @pytest.mark.parametrize("backend", [None, "cpu"])
@@ -362,19 +313,6 @@ def test_too_few_cpu_devices_say_how_to_have_more(text: str, backend: str | None
         assert "jax_num_cpu_devices" not in str(caught.value)
 
 
-@pytest.mark.parametrize("pairs", [[("a", 4, 1)], [("a",)], [4], 4, {"a": 8}], ids=str)
-def test_create_device_mesh_takes_only_pairs(pairs: Any) -> None:
-    with pytest.raises(sr.errors.MeshError, match="config_mesh must be a list of pairs"):
-        sr.meshes.create_device_mesh(pairs)
-    with pytest.raises(sr.errors.MeshError, match="axis_dims must be a string such as"):
-        sr.meshes.parse_mesh_from_string(pairs, ["a"])
-
-
-def test_create_device_mesh_takes_pairs_and_types() -> None:
-    mesh = sr.meshes.create_device_mesh([("data", -1), ("model", 4)], axis_types="explicit")
-    assert (dict(mesh.shape), mesh.axis_types) == ({"data": 2, "model": 4}, (EXPLICIT, EXPLICIT))
-
-
 def test_cpu_meshes_and_contexts() -> None:
     assert sr.meshes.create_cpu_mesh() is sr.create_mesh(backend="cpu")
     with sr.meshes.force_cpu() as cpu:
@@ -383,32 +321,3 @@ def test_cpu_meshes_and_contexts() -> None:
         assert sr.meshes.current_mesh() is mesh
         assert jax.jit(lambda x: x)(jnp.ones(3)).sum() == 3
     assert sr.meshes.current_mesh() is None
-
-
-RULES = {
-    "auto": lambda: sr.AutoShardingRule(min_shard_size=0),
-    "fsdp": lambda: sr.FSDPShardingRule(("data", "model"), 0),
-    "memory": lambda: sr.MemoryConstrainedShardingRule(64, scope="tree"),
-    "dims": lambda: sr.DimShardingRule("data", 0) | sr.DimShardingRule("model", 1),
-}
-TYPES: list[Any] = ["auto", "explicit", ("auto", "explicit"), ("explicit", "auto")]
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("types", TYPES, ids=str)
-def test_plans_do_not_depend_on_axis_types(rule: str, types: Any) -> None:
-    tree = {"w": np.arange(64.0, dtype=np.float32).reshape(8, 8), "v": np.ones((16, 4), np.float32)}
-    mesh = sr.create_mesh("data:4,model:2", axis_types=types)
-    plan = RULES[rule]().plan(tree, mesh).check()
-    assert plan.fingerprint == RULES[rule]().plan(tree, sr.mesh_shape("data:4,model:2")).fingerprint
-    for other in (mesh, AbstractMesh((4, 2), ("data", "model"), axis_types=mesh.axis_types)):
-        assert RULES[rule]().plan(tree, other).specs == plan.specs
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        placed = jax.device_put(tree, plan.shardings(mesh))
-    for name, array in placed.items():
-        assert sr.specs.same(array.sharding.spec, plan.specs[name])
-        np.testing.assert_array_equal(array, tree[name])
-        assert array.addressable_shards[0].data.nbytes == array.sharding.shard_shape(array.shape)[0] * (
-            array.sharding.shard_shape(array.shape)[1] * 4
-        )

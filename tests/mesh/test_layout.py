@@ -143,25 +143,19 @@ def test_a_layout_is_as_requested_or_the_error_lists_others(seed: int) -> None:
     assert layout.granule == (None if granules == 1 else "slice" if by_slice else "process")
 
 
-def test_the_random_jobs_cover_all_cases() -> None:
-    jobs = [random_job(seed) for seed in range(200)]
-    refused = [dims is not None and not possible_outer(shape, granules, dims) for shape, _, granules, dims in jobs]
-    assert sum(refused) >= 20
-    assert sum(dims is not None and not no for (*_, dims), no in zip(jobs, refused, strict=True)) >= 40
-    assert sum(any(device.slice_index for device in devices) for _, devices, *_ in jobs) >= 40
-
-
-def test_slices_go_to_the_first_axis_that_they_divide() -> None:
-    assert sr.meshes.lay_out((2, 4, 4), "abc", cpus(32, slices=4)).outer == (1, 4, 1)
-
-
-def test_slices_are_spread_where_no_axis_is_divisible() -> None:
-    assert sr.meshes.lay_out((2, 3, 4), "abc", cpus(24, slices=6)).outer == (2, 3, 1)
-    assert sr.meshes.lay_out((3, 2, 2), "abc", cpus(12, slices=4)).outer == (1, 2, 2)
-
-
-def test_processes_go_to_the_first_axes() -> None:
-    assert sr.meshes.lay_out((2, 8), "ab", cpus(16, processes=8)).outer == (2, 4)
+@pytest.mark.parametrize(
+    ("shape", "devices", "outer"),
+    [
+        ((2, 4, 4), cpus(32, slices=4), (1, 4, 1)),  # slices go to the first axis that they divide
+        ((2, 3, 4), cpus(24, slices=6), (2, 3, 1)),  # and are spread where there is none
+        ((3, 2, 2), cpus(12, slices=4), (1, 2, 2)),
+        ((2, 8), cpus(16, processes=8), (2, 4)),  # processes go to the first axes
+        ((8,), jax.devices(), (1,)),
+    ],
+    ids=["divided", "spread", "spread over two", "processes", "jax"],
+)
+def test_granules_go_to_the_first_axes(shape: tuple[int, ...], devices: Any, outer: tuple[int, ...]) -> None:
+    assert sr.meshes.lay_out(shape, NAMES[: len(shape)], devices).outer == outer
 
 
 def test_processes_of_different_sizes_are_in_order() -> None:
@@ -172,19 +166,6 @@ def test_processes_of_different_sizes_are_in_order() -> None:
         sr.meshes.lay_out((3, 2), "ab", cpus(8, processes=2)[:6], dcn_mesh_dims=(-1, 1))
 
 
-def test_coordinates_of_gpus_are_not_a_torus() -> None:
-    gpus = [
-        sr.meshes.DeviceInfo(index, process_index=index // 4, slice_index=0, coords=(index % 4,), platform="gpu")
-        for index in range(8)
-    ]
-    layout = sr.meshes.lay_out((2, 4), "ab", gpus)
-    assert (layout.outer, layout.granule) == ((2, 1), "process")
-
-
-def test_devices_of_jax_are_accepted() -> None:
-    assert sr.meshes.lay_out((8,), ("a",), jax.devices()).ids.tolist() == list(range(8))
-
-
 @pytest.mark.parametrize(
     ("shape", "names", "devices", "match"),
     [
@@ -192,6 +173,7 @@ def test_devices_of_jax_are_accepted() -> None:
         ((2, 4), ("a",), cpus(8), "one name for each size"),
         ((8,), ("a",), range(8), r"a mesh needs devices, got 0; jax\.devices\(\) lists them"),
         (8, ("a",), cpus(8), "must be a tuple of integers, got 8"),
+        ((8,), "a", [attrs.evolve(info, slice_index=int(info.id > 4)) for info in cpus(8)], "the slices hold 5, 3"),
     ],
     ids=str,
 )
@@ -212,12 +194,6 @@ def test_granules_by_index_or_in_device_order() -> None:
     devices = cpus(4, processes=2)[::-1]
     assert sr.meshes.lay_out((2, 2), "ab", devices).ids.tolist() == [[1, 0], [3, 2]]
     assert sr.meshes.lay_out((2, 2), "ab", devices, should_sort_granules_by_key=False).ids.tolist() == [[3, 2], [1, 0]]
-
-
-def test_slices_of_different_sizes_raise() -> None:
-    devices = [attrs.evolve(device, slice_index=int(device.id > 4)) for device in cpus(8)]
-    with pytest.raises(sr.errors.MeshError, match="the slices hold 5, 3 devices"):
-        sr.meshes.lay_out((8,), "a", devices)
 
 
 @pytest.mark.parametrize(
@@ -256,12 +232,8 @@ def test_each_slice_is_laid_out_along_its_torus() -> None:
     assert layout.ids[:2].tolist() == single.ids.tolist()
     assert layout.ids[2:].tolist() == (single.ids + 16).tolist()
     assert layout.granule == "slice"
-
-
-def test_dcn_mesh_dims_splits_a_torus_by_process() -> None:
-    devices = tpus(4, 4, 1, kind="TPU v4")
-    layout = sr.meshes.lay_out((4, 4), "ab", devices, dcn_mesh_dims=(-1, 1))
-    assert (layout.outer, layout.granule) == ((4, 1), "process")
+    by_process = sr.meshes.lay_out((4, 4), "ab", tpus(4, 4, 1, kind="TPU v4"), dcn_mesh_dims=(-1, 1))
+    assert (by_process.outer, by_process.granule) == ((4, 1), "process")
 
 
 def test_splitting_an_axis_of_a_torus_can_be_forbidden() -> None:

@@ -1,9 +1,7 @@
 """Which part of a batch each process has, on meshes of pretended processes."""
 
-import itertools
-from typing import Any, final
+from typing import Any
 
-import attrs
 import jax
 import numpy as np
 import pytest
@@ -12,37 +10,14 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.core.errors import MeshError, UnknownAxisError
-from shardrules.mesh.parts import DimPart, batch_part, dim_part
-
-
-@final
-@attrs.frozen
-class FakeMesh:
-    """A mesh of devices of other processes, as far as parts look at it."""
-
-    devices: Any
-    axis_names: tuple[str, ...]
-
-    @property
-    def shape(self) -> dict[str, int]:
-        return dict(zip(self.axis_names, self.devices.shape, strict=True))
-
-
-@final
-@attrs.frozen
-class FakeDevice:
-    """A device of a process."""
-
-    process_index: int
+from shardrules.mesh.parts import batch_part, dim_part
 
 
 def mesh(processes: list[Any], *axis_names: str) -> Any:
     """A mesh whose devices belong to these processes."""
-    array = np.array(processes)
-    devices = np.empty(array.shape, object)
-    for position in itertools.product(*map(range, array.shape)):
-        devices[position] = FakeDevice(int(array[position]))
-    return FakeMesh(devices, axis_names)
+    infos = [sr.meshes.DeviceInfo(index, process_index=process) for index, process in enumerate(np.ravel(processes))]
+    devices = np.array(infos).reshape(np.shape(processes))
+    return sr.create_mesh(devices.shape, axis_names, devices=devices, fast_axes=())
 
 
 MESHES: dict[str, tuple[Any, tuple[str, ...], tuple[int, int]]] = {
@@ -61,7 +36,7 @@ MESHES: dict[str, tuple[Any, tuple[str, ...], tuple[int, int]]] = {
 @pytest.mark.parametrize("name", MESHES)
 def test_parts_follow_from_the_mesh(name: str) -> None:
     fake, axes, expected = MESHES[name]
-    assert dim_part(axes, fake) == DimPart(*expected)
+    assert dim_part(axes, fake) == expected
 
 
 @pytest.mark.parametrize(

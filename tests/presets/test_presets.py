@@ -3,19 +3,15 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.presets import big_vision, eformer
+from tests.zoo import f32
 
 MESH = sr.mesh_shape("data:4,model:2")
-
-
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 # ---- coming from eformer ----

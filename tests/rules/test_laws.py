@@ -79,24 +79,14 @@ def test_rules_are_frozen_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in RULES if name not in ON_DEVICES])
-def test_the_repr_of_a_rule_builds_it_again(name: str) -> None:
+def test_the_repr_of_a_rule_builds_it_again_and_so_does_pickle(name: str) -> None:
     rule = RULES[name]()
-    again = eval(repr(rule), {**vars(sr), **vars(zoo), "P": P})
-    assert again == rule
-    assert hash(again) == hash(rule)
-    assert repr(again) == repr(rule)
-    assert again.reads_index == rule.reads_index
-    assert again.parts == rule.parts
-
-
-@pytest.mark.parametrize("name", [name for name in RULES if name not in ON_DEVICES])
-def test_rules_pickle(name: str) -> None:
-    rule = RULES[name]()
-    again = pickle.loads(pickle.dumps(rule))
-    assert again == rule
-    assert hash(again) == hash(rule)
-    assert repr(again) == repr(rule)
-    assert again.reads_index == rule.reads_index
+    for again in (eval(repr(rule), {**vars(sr), **vars(zoo), "P": P}), pickle.loads(pickle.dumps(rule))):
+        assert again == rule
+        assert hash(again) == hash(rule)
+        assert repr(again) == repr(rule)
+        assert again.reads_index == rule.reads_index
+        assert again.parts == rule.parts
 
 
 def test_no_two_rules_of_the_zoo_are_equal() -> None:
@@ -317,13 +307,13 @@ def test_wrapping_a_single_rule_changes_nothing() -> None:
 def report() -> str:
     """Returns, for every rule, the fingerprint, a hash and the repr of its plan; called in a process of its own."""
     lines = {}
-    tree, mesh = TREES["structs"](), MESHES["grid"]()
+    tree, mesh = TREES["structs"](), sr.mesh_shape("data:64,model:64")
     for name in RULES:
         if name in ON_DEVICES:
             continue
         plan = outcome(RULES[name](), tree, mesh)
         summary = plan if isinstance(plan, str) else plan.fingerprint
-        full = plan if isinstance(plan, str) else f"{plan.to_json()}{plan}"
+        full = plan if isinstance(plan, str) else f"{plan.to_json()}{plan}{plan.memory()}{plan.explain('w')}"
         lines[name] = [summary, hashlib.sha256(full.encode()).hexdigest(), repr(RULES[name]())]
     return json.dumps(lines)
 
@@ -345,9 +335,15 @@ def run(code: str, **environment: str) -> str:
 
 
 @pytest.mark.slow
-def test_plans_are_the_same_under_every_hash_seed() -> None:
-    code = "from tests.rules.test_laws import report; print(report())"
-    seeds = [str(seed) for seed in range(8)]  # the order of a set of two differs in some of them, but for 1 in 128
+def test_plans_are_the_same_under_every_hash_seed_and_need_no_backend() -> None:
+    code = """
+from jax._src import xla_bridge
+from tests.rules.test_laws import report
+
+print(report())
+assert not xla_bridge.backends_are_initialized()
+"""
+    seeds = [str(seed) for seed in range(5)]  # the order of a set of two differs in some of them, but for 1 in 16
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         texts = list(pool.map(lambda seed: run(code, PYTHONHASHSEED=seed), seeds))
     plans = json.loads(texts[0])
@@ -356,30 +352,6 @@ def test_plans_are_the_same_under_every_hash_seed() -> None:
         differ = [name for name, lines in json.loads(text).items() if lines != plans[name]]
         assert differ == [], f"PYTHONHASHSEED={seed}"
     assert json.loads(report()) == plans  # and in this process, whose backend is up
-
-
-@pytest.mark.slow
-def test_planning_for_4096_devices_leaves_the_backend_uninitialised() -> None:
-    code = """
-import jax
-import shardrules as sr
-from jax._src import xla_bridge
-from tests.rules.test_laws import outcome
-from tests.zoo import ON_DEVICES, RULES, TREES
-
-mesh, tree = sr.mesh_shape("data:64,model:64"), TREES["structs"]()
-plans = [outcome(make(), tree, mesh) for name, make in RULES.items() if name not in ON_DEVICES]
-for plan in plans:
-    if not isinstance(plan, str):
-        str(plan), plan.findings, plan.fingerprint, plan.to_json(), plan.memory(), plan.explain("w")
-        sr.ShardingPlan.from_json(plan.to_json(), tree)
-assert sum(1 for plan in plans if not isinstance(plan, str)) > 20
-assert not xla_bridge.backends_are_initialized()
-jax.devices()
-assert xla_bridge.backends_are_initialized()
-print("planned")
-"""
-    assert run(code) == "planned\n"
 
 
 # ---- random trees, random patterns ----

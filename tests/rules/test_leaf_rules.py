@@ -62,18 +62,6 @@ def test_auto_splits_the_largest_dimensions_first(shape: tuple[int, ...], option
     assert sr.AutoShardingRule(**options).decide(leaf(*shape)).spec == spec
 
 
-def test_auto_refines_an_earlier_decision() -> None:
-    decided = sr.AutoShardingRule().decide(leaf(8, 16, spec=P(None, "data")))
-    assert (decided.spec, decided.reason) == (P("model", "data"), "largest dims first")
-    assert sr.AutoShardingRule().decide(leaf(16, 8, spec=P(("data", "model")))).spec is None
-
-
-def test_auto_refuses_an_unknown_axis() -> None:
-    assert "unknown axis 'modle' (did you mean 'model'?); the mesh has data:4,model:2,one:1" in refusal(
-        sr.AutoShardingRule(axis_names=["modle"]), leaf(8, 8)
-    )
-
-
 # ---- FSDPShardingRule ----
 
 
@@ -107,16 +95,6 @@ def test_fsdp_skips_arrays_of_few_bytes(limit: float, dtype: Any, split: bool) -
     assert split or decision.reason == f"at most {limit} MiB"
 
 
-def test_fsdp_needs_a_free_dimension_and_a_free_axis() -> None:
-    assert sr.FSDPShardingRule("data", 0).decide(leaf(8, 16, spec=P(None, "model"))).spec == P("data", "model")
-    busy = sr.FSDPShardingRule("data", 0).decide(leaf(8, 16, spec=P(None, "data")))
-    assert (busy.spec, busy.reason) == (None, "no free dimension is a multiple of 4, or 'data' is in use")
-
-
-def test_fsdp_refuses_an_unknown_axis_for_a_small_array() -> None:
-    assert "unknown axis 'dta' (did you mean 'data'?)" in refusal(sr.FSDPShardingRule("dta"), leaf(2))
-
-
 # ---- DimShardingRule ----
 
 
@@ -146,15 +124,11 @@ def test_dim_refuses_a_missing_dimension(dim: int) -> None:
     ]
 
 
-def test_dim_refuses_a_dimension_that_is_split_already() -> None:
-    message = refusal(sr.DimShardingRule("model", 1), leaf(8, 8, spec=P(None, "data")))
-    assert "Already sharded: shard_dim(model, 1): name=a/w cur_spec=(None, 'data')" in message
-    assert "'data'" in refusal(sr.DimShardingRule("data", 0), leaf(8, 8, spec=P(None, "data")))
-
-
 # ---- LogicalShardingRule ----
 
 NAMES = {"embed": "data", "mlp": ("model",), "heads": None, "batch": ("data", "model")}
+TWICE = sr.LogicalShardingRule([("a", "data"), ("a", "model")])
+U = P.UNCONSTRAINED
 
 
 @pytest.mark.parametrize(
@@ -191,11 +165,6 @@ def test_of_two_names_on_an_axis_the_earlier_pair_wins() -> None:
     assert on_purpose.decide(leaf(8, 8, axes=("a", "b"))).findings == ()
 
 
-def test_an_axis_that_an_earlier_rule_uses_is_a_conflict() -> None:
-    message = refusal(sr.LogicalShardingRule({"a": "data"}), leaf(8, 8, axes=("a", None), spec=P(None, "data")))
-    assert "logical axis 'a' maps to mesh axis 'data', which an earlier rule uses" in message
-
-
 LOGICAL = st.sampled_from(["a", "b", "c", "d"])
 MESH_AXES = st.sampled_from([None, "x", "y", "z", ("x", "y"), ("y", "z"), ("z",)])
 
@@ -216,47 +185,65 @@ def test_logical_agrees_with_flax(rules: Any, axes: list[str | None]) -> None:
     assert sr.specs.same(placed["w"].spec, decision.spec or P())
 
 
-def test_a_repeated_name_takes_one_axis_after_the_other() -> None:
-    rule = sr.LogicalShardingRule([("a", "data"), ("a", "model")])
-    assert rule.decide(leaf(8, 8, axes=("a", "a"))).spec == P("data", "model")
-    whole = sr.LogicalShardingRule({"a": None}).decide(leaf(8, 8, axes=("a", "a")))
-    assert (whole.spec, whole.findings) == (P(None, None), ())
+# ---- after an earlier rule, and what is refused ----
 
 
-def test_logical_keeps_an_unconstrained_dimension() -> None:
-    decision = sr.LogicalShardingRule(NAMES).decide(leaf(8, 8, axes=("embed", "mlp"), spec=P(P.UNCONSTRAINED)))
-    assert decision.spec == P(P.UNCONSTRAINED, "model")
-    assert decision.reason == "logical axes embed->unconstrained, mlp->model"
+@pytest.mark.parametrize(
+    ("rule", "array", "spec", "reason"),
+    [
+        (sr.AutoShardingRule(), leaf(8, 16, spec=P(None, "data")), P("model", "data"), "largest dims first"),
+        (sr.AutoShardingRule(), leaf(16, 8, spec=P(("data", "model"))), None, "no free axis"),
+        (sr.FSDPShardingRule("data", 0), leaf(8, 16, spec=P(None, "model")), P("data", "model"), "largest free dim"),
+        (sr.FSDPShardingRule("data", 0), leaf(8, 16, spec=P(None, "data")), None, "no free dimension is a multiple of"),
+        (sr.LogicalShardingRule(NAMES), leaf(8, 8, axes=("embed", "mlp"), spec=P(U)), P(U, "model"), "logical axes"),
+        (sr.LogicalShardingRule({"a": None}), leaf(8, 8, axes=("a", "a")), P(None, None), "logical axes a->whole"),
+        (TWICE, leaf(8, 8, axes=("a", "a")), P("data", "model"), "logical axes a->data, a->model"),
+        (sr.ReplicateShardingRule(), leaf(8, 8), P(), ""),
+    ],
+    ids=repr,
+)
+def test_earlier_decisions_are_refined(rule: sr.LeafShardingRule, array: sr.Leaf, spec: P | None, reason: str) -> None:
+    decision = rule.decide(array)
+    assert (decision.spec, decision.findings) == (spec, ())
+    assert reason in decision.reason
 
 
-def test_an_unknown_name_is_a_finding_with_a_suggestion() -> None:
-    decision = sr.LogicalShardingRule(NAMES).decide(leaf(8, 8, axes=("embd", "mlp")))
-    assert decision.spec == P(None, "model")
-    (finding,) = decision.findings
-    assert (finding.code, finding.path, finding.dim) == ("unknown-logical-axis", "a/w", 0)
-    assert "'embd' (did you mean 'embed'?)" in finding.message
-
-
-def test_logical_needs_a_name_for_each_dimension() -> None:
-    assert "it has 1 logical names ('embed',) for 2 dimensions" in refusal(
-        sr.LogicalShardingRule(NAMES), leaf(8, 8, axes=("embed",))
-    )
-
-
-# ---- ReplicateShardingRule ----
-
-
-def test_replicate_decides_the_empty_spec() -> None:
-    decision = sr.ReplicateShardingRule().decide(leaf(8, 8))
-    assert (decision.spec, decision.spec is None) == (P(), False)
-    assert "'data'" in refusal(sr.ReplicateShardingRule(), leaf(8, 8, spec=P("data")))
-
-
-# ---- invalid arguments ----
+@pytest.mark.parametrize(
+    ("rule", "array", "message"),
+    [
+        (
+            sr.AutoShardingRule(axis_names=["modle"]),
+            leaf(8, 8),
+            "unknown axis 'modle' (did you mean 'model'?); the mesh",
+        ),
+        (sr.FSDPShardingRule("dta"), leaf(2), "unknown axis 'dta' (did you mean 'data'?)"),
+        (
+            sr.DimShardingRule("model", 1),
+            leaf(8, 8, spec=P(None, "data")),
+            "Already sharded: shard_dim(model, 1): name=",
+        ),
+        (sr.DimShardingRule("data", 0), leaf(8, 8, spec=P(U)), "cur_spec=(UNCONSTRAINED, None)"),
+        (sr.DimShardingRule("data", 0), leaf(8, 8, spec=P(None, "data")), "'data'"),
+        (
+            sr.LogicalShardingRule({"a": "data"}),
+            leaf(8, 8, axes=("a", None), spec=P(None, "data")),
+            "an earlier rule uses",
+        ),
+        (sr.LogicalShardingRule(NAMES), leaf(8, 8, axes=("embed",)), "1 logical names ('embed',) for 2 dimensions"),
+        (sr.ReplicateShardingRule(), leaf(8, 8, spec=P("data")), "'data'"),
+    ],
+    ids=repr,
+)
+def test_what_does_not_fit_an_earlier_decision_is_refused(
+    rule: sr.LeafShardingRule, array: sr.Leaf, message: str
+) -> None:
+    assert message in refusal(rule, array)
 
 
 UNTYPED: Any = sr
 """The package, for calls that a type checker would refuse."""
+
+UNREDUCED = P("a", unreduced=frozenset({"b"}))
 
 
 @pytest.mark.parametrize(
@@ -266,41 +253,25 @@ UNTYPED: Any = sr
         (lambda: UNTYPED.DimShardingRule("data", 1.0), "dim must be an integer, got 1.0"),
         (lambda: UNTYPED.DimShardingRule(None, 0), "a mesh axis must be a name"),
         (lambda: UNTYPED.FSDPShardingRule("data", "4"), "min_size_mb must be a number of MiB, 0 or more; got '4'"),
-        (lambda: UNTYPED.FSDPShardingRule("data", -1), "0 or more; got -1"),
         (lambda: UNTYPED.FSDPShardingRule("data", float("nan")), "0 or more; got nan"),
         (lambda: UNTYPED.AutoShardingRule(min_shard_size=-1), "min_shard_size must be 0 or more, got -1"),
-        (
-            lambda: UNTYPED.MemoryConstrainedShardingRule("1GB"),
-            "max_memory_per_device must be a number of bytes.*; got '1GB'",
-        ),
+        (lambda: UNTYPED.AutoShardingRule("data:4"), "a mesh must be a Mesh or an AbstractMesh, got 'data:4'"),
+        (lambda: UNTYPED.MemoryConstrainedShardingRule("1GB"), "max_memory_per_device must be a number of bytes"),
         (lambda: UNTYPED.MemoryConstrainedShardingRule(-1), "0 or more; got -1"),
-        (
-            lambda: UNTYPED.MemoryConstrainedShardingRule(8, scope="all"),
-            "scope must be one of 'array', 'tree'; got 'all'",
-        ),
+        (lambda: UNTYPED.MemoryConstrainedShardingRule(8, scope="all"), "scope must be one of 'array', 'tree'; got"),
+        (lambda: UNTYPED.MemoryConstrainedShardingRule(8, axis_names=[3]), "a mesh axis must be a name"),
         (lambda: UNTYPED.RegexShardingRule([], min_size=-1), "min_size must be 0 or more"),
+        (lambda: UNTYPED.RegexShardingRule([("w", P(3))]), r"'w': an entry of a PartitionSpec must be .* got 3"),
+        (lambda: UNTYPED.RegexShardingRule([("w", UNREDUCED)]), r"'w': P\('a', unreduced=.*reductions"),
         (lambda: UNTYPED.ShapeBasedShardingRule({8: P()}), "takes shapes and specs"),
         (lambda: UNTYPED.ShapeBasedShardingRule({(8,): "data"}), r"\(8,\): 'data' is not a shape"),
+        (lambda: UNTYPED.ShapeBasedShardingRule({(8,): UNREDUCED}), r"\(8,\): P\('a', unreduced=.*reductions"),
+        (lambda: UNTYPED.SpecTreeShardingRule({"w": UNREDUCED}), r"\n  w: P\('a', unreduced=.*reductions"),
         (lambda: UNTYPED.LogicalShardingRule({"a": 3}), "a mesh axis must be a name"),
         (lambda: UNTYPED.LogicalShardingRule("ab"), "must be a dictionary or pairs.*; got 'ab'"),
-        (lambda: UNTYPED.LogicalShardingRule(3), "must be a dictionary or pairs.*; got 3"),
-        (lambda: UNTYPED.AutoShardingRule("data:4"), "a mesh must be a Mesh or an AbstractMesh, got 'data:4'"),
-        (lambda: UNTYPED.MemoryConstrainedShardingRule(8, "data:4"), "a mesh must be a Mesh or an AbstractMesh"),
         (lambda: UNTYPED.FittedShardingRule("fsdp('data')"), r"FittedShardingRule takes ShardingRules.*parse_rule"),
         (lambda: UNTYPED.StackedShardingRule(P("data")), "StackedShardingRule takes ShardingRules"),
-        (lambda: sr.RegexShardingRule([("w", P(3))]), r"'w': an entry of a PartitionSpec must be .* got 3"),  # pyright: ignore[reportArgumentType]
-        (
-            lambda: sr.RegexShardingRule([("w", P("a", unreduced=frozenset({"b"})))]),
-            r"'w': P\('a', unreduced=.*reductions",
-        ),
-        (
-            lambda: sr.ShapeBasedShardingRule({(8,): P("a", reduced=frozenset({"b"}))}),
-            r"\(8,\): P\('a', reduced=.*reductions",
-        ),
-        (
-            lambda: sr.SpecTreeShardingRule({"w": P("a", unreduced=frozenset({"b"}))}),
-            r"\n  w: P\('a', unreduced=.*reductions",
-        ),
+        (lambda: UNTYPED.StackedShardingRule(sr.ReplicateShardingRule(), 0), "dims must be 1 or more, got 0"),
     ],
 )
 def test_invalid_arguments_raise(make: Any, match: str) -> None:
@@ -349,16 +320,3 @@ def test_earlier_decisions_stay(rule: sr.ShardingRule, spec: P) -> None:
     assert len(entries) == len(spec.partitions)
     assert all(new == old for old, new in zip(spec.partitions, entries, strict=True) if old is not None)
     assert ("rank-overflow" in [finding.code for finding in plan.findings]) == (len(entries) > 2)
-
-
-def test_dim_refuses_an_unconstrained_dimension() -> None:
-    with pytest.raises(sr.errors.PlanError, match=r"Already sharded: .*cur_spec=\(UNCONSTRAINED, None\)"):
-        (sr.RegexShardingRule([("w", P(P.UNCONSTRAINED))]) | sr.DimShardingRule("data", 0)).plan(
-            {"w": np.ones((8, 8))}, MESH
-        )
-
-
-def test_repeating_an_earlier_decision_is_not_a_conflict() -> None:
-    array = leaf(8, 8, spec=P("data"))
-    assert array.refine(P("data", "model"), "").spec == P("data", "model")
-    assert array.refine(P("data"), "").spec == P("data", None)

@@ -13,62 +13,15 @@ import pytest
 from shardrules.rules.pattern import reads_index
 
 USUAL = r"""
-.*
-^embed
-embedding|lm_head
-norm|bias
-attention/.*_proj/weight
-attention/(wq|wk|wv)/kernel
-attention/(q|k|v|o)_proj/weight$
-(gate|up)_proj
-(^|/)norm(/|$)
-layers/\d+/mlp
-layers/[0-9]+/mlp/.*
-^layers/\d+/mlp/(up|down)/weight$
-layers/.*/mlp
-model/layers/\d+/self_attn/.*
-experts/\d+/w\d
-mlp/w1
-w[12]/weight
-h/[0-9]+/attn
-block_\d+/w
-conv2d/kernel
-.*bias.*
-[^/]+/norm
-\bscale\b
-(.*/)?w
-(?i)norm
-(?:gate|up)_proj
-layers/(\d+)/mlp/.*
-layers/[^/]+/mlp
-layers/.+/mlp
-layers.*mlp.up
-biase?s?
-[qkv]_proj
-attn/[qkv]_proj/weight
-layers/\d+/attn/[qkv]_proj/weight
-[A-Za-z_]+norm
-\S*norm\S*
-[^a-z]+/w
-[\w-]+/kernel
-embed.+weight
-.+attn.+weight
-.+norm|.+bias
-model\.layers\.\d+\.mlp
-layers\.\d+\.mlp\.experts\.\d+\.w[12]
-(^|[./])norm([./]|$)
-layers.\d+.mlp
-layers/(?:\d+|head)/w
-layers/(?:head|\d+)/w
-a/(\d+|head)/b/(x|\d+)
-layers/\d+?/mlp
-layers/.*?/mlp
-layers/\d+/w#x
-w#
-3x3/kernel
+.* ^embed embedding|lm_head norm|bias (gate|up)_proj (^|/)norm(/|$) mlp/w1 w[12]/weight conv2d/kernel .*bias.* w#
+[^/]+/norm \bscale\b (.*/)?w (?i)norm (?:gate|up)_proj biase?s? [qkv]_proj [A-Za-z_]+norm \S*norm\S* [^a-z]+/w
+[\w-]+/kernel embed.+weight .+attn.+weight .+norm|.+bias (^|[./])norm([./]|$) 3x3/kernel 1x1conv block-\d+
+attention/.*_proj/weight attention/(wq|wk|wv)/kernel attention/(q|k|v|o)_proj/weight$ attn/[qkv]_proj/weight
+layers/\d+/mlp layers/[0-9]+/mlp/.* ^layers/\d+/mlp/(up|down)/weight$ layers/.*/mlp model/layers/\d+/self_attn/.*
+experts/\d+/w\d h/[0-9]+/attn block_\d+/w layers/(\d+)/mlp/.* layers/[^/]+/mlp layers/.+/mlp layers.*mlp.up
+layers/\d+/attn/[qkv]_proj/weight model\.layers\.\d+\.mlp layers\.\d+\.mlp\.experts\.\d+\.w[12] layers.\d+.mlp
+layers/(?:\d+|head)/w layers/(?:head|\d+)/w a/(\d+|head)/b/(x|\d+) layers/\d+?/mlp layers/.*?/mlp layers/\d+/w#x
 conv_1x1/\d+/w
-1x1conv
-block-\d+
 """
 
 
@@ -77,52 +30,24 @@ def test_usual_patterns_cannot_tell_equal_layers_apart(pattern: str) -> None:
     assert reads_index(re.compile(pattern)) == "no"
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        r"layers/\d/mlp",
-        r"layers/\d{2}/",
-        r"layers/\d{1,3}/",
-        r"layers/[0-9][0-9]/mlp",
-        r"layers/./mlp",
-        r"/\d\d",
-        r"layers/\d+\d+/",
-        r"layers/(\d+)(\d+)/",
-        r"layers/\d+.+",
-        r"layers/\d++/",
-        r"a(/\d+|\d+/)+b",
-    ],
-)
+WIDTHS = r"""
+layers/\d/mlp layers/\d{2}/ layers/\d{1,3}/ layers/[0-9][0-9]/mlp layers/./mlp /\d\d layers/\d+\d+/
+layers/(\d+)(\d+)/ layers/\d+.+ layers/\d++/ a(/\d+|\d+/)+b
+"""
+
+
+@pytest.mark.parametrize("pattern", WIDTHS.split())
 def test_patterns_that_read_how_many_digits_an_index_has(pattern: str) -> None:
     assert reads_index(re.compile(pattern)) == "width"
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "layers/3/mlp",
-        r"layers\.3\.mlp",
-        r"layers[^/]3",
-        "layers/[0-4]/",
-        "layers/[12]/",
-        "layers/(0|1)/",
-        "layers/1",
-        r"layers/\d*[02468]/",
-        "^0/",
-        "layers/[^0]/",
-        r"layers/(?!0)\d+",
-        r"(\d)/\1",
-        r"layers/\N{DIGIT ONE}/",
-        r"layers/\x31/",
-        "0$",
-        "layers/x?0",
-        "layers/[--9]",
-        r"layers/[\.-9]",
-        "layers/(a|)1",
-        r"(?x)layers/\d+ \d+",
-        r"(?x)a #b" + "\n0",
-    ],
-)
+VALUES = r"""
+layers/3/mlp layers\.3\.mlp layers[^/]3 layers/[0-4]/ layers/[12]/ layers/(0|1)/ layers/1 layers/\d*[02468]/ ^0/
+layers/[^0]/ layers/(?!0)\d+ (\d)/\1 layers/\x31/ 0$ layers/x?0 layers/[--9] layers/[\.-9] layers/(a|)1
+"""
+
+
+@pytest.mark.parametrize("pattern", [*VALUES.split(), r"layers/\N{DIGIT ONE}/", r"(?x)layers/\d+ \d+", "(?x)a #b\n0"])
 def test_patterns_that_may_read_an_index(pattern: str) -> None:
     assert reads_index(re.compile(pattern)) == "value"
 

@@ -3,21 +3,16 @@
 import random
 import re
 
-import jax
-import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.core.patterns import names
 from shardrules.rules.pattern_index import MIN_PATTERNS, PatternIndex
+from tests.zoo import f32
 
 MESH = sr.mesh_shape("data:4,model:2")
 SPECS = (P("data"), P(None, "model"), P("model", "data"), P())
-
-
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def tree(count: int) -> dict[str, object]:

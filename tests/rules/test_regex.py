@@ -3,19 +3,13 @@
 import re
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.zoo import f32
 
 MESH = sr.mesh_shape("data:4,model:2")
-
-
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 TREE = {"a": {"w": f32(8, 8), "b": f32(8)}, "layers": [{"w": f32(8, 8)}, {"w": f32(8, 8)}]}
@@ -46,6 +40,22 @@ def test_patterns_match_by_the_chosen_function(pattern: str, match: Any, paths: 
     assert [path for path in plan.paths if plan.decision(path).spec is not None] == paths
 
 
+@pytest.mark.parametrize(
+    ("rule", "path", "spec", "reason"),
+    [
+        (sr.RegexShardingRule([("w", P("data"))], min_size=64), "a/w", P("data"), "matches 'w'"),
+        (sr.RegexShardingRule([("w", P("data"))], min_size=65), "a/w", P(), "fewer than 65 elements"),
+        (sr.RegexShardingRule([("w", P("data"))]), "a/b", None, "no pattern matches"),
+        (sr.RegexShardingRule([("w", P("data"))], unmatched="replicate"), "a/b", P(), "no pattern matches"),
+        (sr.RegexShardingRule([(re.compile("w"), P())]), "a/w", P(), "matches 'w'"),
+    ],
+    ids=repr,
+)
+def test_small_and_unmatched_arrays(rule: sr.RegexShardingRule, path: str, spec: P | None, reason: str) -> None:
+    decision = rule.plan(TREE, MESH).decision(path)
+    assert (decision.spec, decision.reason) == (spec, reason)
+
+
 def test_the_first_pattern_wins_and_none_stops_the_search() -> None:
     rule = sr.RegexShardingRule([("a/w", None), ("w", P("data")), ("w", P("model"))])
     assert (spec_of(rule, "a/w"), spec_of(rule, "layers/0/w"), spec_of(rule, "a/b")) == (None, P("data"), None)
@@ -66,25 +76,12 @@ def test_an_inner_rule_decides_only_what_its_pattern_won() -> None:
     assert plan.decision("layers/0/w").reason == "'.*w': dim 1 over 'data'"
 
 
-@pytest.mark.parametrize(
-    ("unmatched", "spec", "reason"), [("skip", None, "no pattern matches"), ("replicate", P(), "no pattern matches")]
-)
-def test_unmatched_leaves_are_skipped_or_replicated(unmatched: Any, spec: P | None, reason: str) -> None:
-    decision = sr.RegexShardingRule([("w", P("data"))], unmatched=unmatched).plan(TREE, MESH).decision("a/b")
-    assert (decision.spec, decision.reason) == (spec, reason)
-
-
 def test_unmatched_leaves_may_be_errors() -> None:
     with pytest.raises(
         sr.errors.PlanError, match=r"(?s)3 leaves.*a/w.*layers/\*/w \(8, 8\) x2: no pattern matches"
     ) as caught:
         sr.RegexShardingRule([("b", P("data"))], unmatched="error").plan(TREE, MESH)
     assert len(caught.value.findings) == 2
-
-
-@pytest.mark.parametrize(("size", "spec"), [(63, P("data")), (64, P("data")), (65, P())])
-def test_small_arrays_are_replicated(size: int, spec: P) -> None:
-    assert spec_of(sr.RegexShardingRule([("w", P("data"))], min_size=size), "a/w") == spec
 
 
 def test_a_spec_after_another_rule_refines_and_may_conflict() -> None:
@@ -107,23 +104,10 @@ def test_a_spec_after_another_rule_refines_and_may_conflict() -> None:
         ([("w", 3)], {}, "'w' has the value 3, which is not"),
         ([("/w", P())], {"match": "fullmatch"}, "'/w' cannot match any path, since paths never start with '/'"),
         ([("/w", P())], {"match": "match"}, "never start with '/'"),
+        ([("w", P())], {"match": "find"}, "must be one of .*; got 'find'"),
+        ([("w", P())], {"unmatched": "drop"}, "must be one of .*; got 'drop'"),
     ],
 )
 def test_invalid_rules_raise(rules: Any, options: Any, match: str) -> None:
-    with pytest.raises(sr.errors.PatternError, match=match):
+    with pytest.raises(sr.errors.ShardRulesError, match=match):
         sr.RegexShardingRule(rules, **options)
-
-
-@pytest.mark.parametrize("options", [{"match": "find"}, {"unmatched": "drop"}])
-def test_unknown_options_raise(options: Any) -> None:
-    with pytest.raises(sr.errors.ConfigError, match=r"must be one of .*; got"):
-        sr.RegexShardingRule([("w", P())], **options)
-
-
-def test_a_compiled_pattern_equals_its_text() -> None:
-    assert sr.RegexShardingRule([(re.compile("w"), P())]) == sr.RegexShardingRule([("w", P())])
-
-
-def test_scalars_and_numbers_are_leaves() -> None:
-    tree = {"w": np.float32(1), "n": 3}
-    assert sr.RegexShardingRule([(".*", P())]).apply(tree) == {"w": P(), "n": P()}

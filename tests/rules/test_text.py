@@ -60,11 +60,6 @@ def test_a_text_means_the_rules_that_it_calls(text: str, rule: sr.ShardingRule) 
             sr.errors.ConfigError,
             "invalid call of auto.*: a mesh must be a Mesh or an AbstractMesh",
         ),
-        (
-            "memory(8, 'dp:2')",
-            sr.errors.ConfigError,
-            "invalid call of memory.*: a mesh must be a Mesh or an AbstractMesh",
-        ),
         ("fsdp()", sr.errors.ConfigError, r"invalid call of fsdp\(axis.*: .*axis"),
         ("shard_dim('model', -1, nope=1)", sr.errors.ConfigError, "invalid call of shard_dim.*: .*nope"),
     ],
@@ -73,14 +68,6 @@ def test_an_invalid_text_raises(text: str, error: type[Exception], match: str) -
     with pytest.raises(error, match=match) as caught:
         sr.parse_rule(text)
     assert repr(text) in str(caught.value) or "'ab'" in text  # a rule that refuses its arguments does not know the text
-
-
-def test_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = []
-    monkeypatch.setattr("builtins.print", lambda *args: ran.append(args))
-    with pytest.raises(sr.errors.ConfigError, match="must be literals"):
-        sr.parse_rule("fsdp(print('ran'))")
-    assert ran == []
 
 
 def test_a_registered_op_can_be_called() -> None:
@@ -107,9 +94,6 @@ def test_an_op_is_replaced_only_on_request() -> None:
     assert sr.parse_rule("fsdp", sr.register_op(sr.DEFAULT_OPS, "fsdp", mine, replace=True)) == mine()
     with pytest.raises(sr.errors.UnknownOpError, match="must be an identifier, got 'my op'"):
         sr.register_op(sr.DEFAULT_OPS, "my op", mine)
-
-
-def test_ops_are_immutable() -> None:
-    ops: Any = sr.register_op(sr.DEFAULT_OPS, "mine", sr.ReplicateShardingRule)
+    ops: Any = sr.register_op(sr.DEFAULT_OPS, "mine", mine)
     with pytest.raises(TypeError, match="does not support item assignment"):
-        ops["x"] = sr.ReplicateShardingRule
+        ops["x"] = mine

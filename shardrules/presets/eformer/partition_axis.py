@@ -8,11 +8,10 @@ It is a plain value. Registering another logical axis gives a *new* value with a
 for the old value is reused for the new one.
 """
 
-import inspect
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import EllipsisType
-from typing import Any, ClassVar, Final, TypeAlias, TypedDict, Unpack, cast, final
+from typing import Any, Final, TypeAlias, cast, final
 
 import attrs
 from jax.sharding import PartitionSpec
@@ -82,8 +81,8 @@ _FIELDS: Final = {
     **_MESH_FIELDS,
 }
 
-_DEFAULTS: Final = dict(zip(_MESH_FIELDS.values(), ("dp", "fsdp", "tp", "sp", "ep"), strict=True))
-"""The five mesh axes from which the other fields are derived."""
+_UNSET: Final[Any] = attrs.NOTHING
+"""The value of an argument that was not passed: for generation, `...` and `None` both say something."""
 
 _NEVER: Final = ()
 """The source of a field that is `None` unless it is set."""
@@ -110,64 +109,12 @@ _SOURCES: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...] | None]]] = {
 _GENERATION_FIELDS: Final = tuple(field for field, (_, generation) in _SOURCES.items() if generation is not None)
 
 
-class AxisFields(TypedDict, total=False):
-    """The keyword arguments of `PartitionAxis`; `decode_*` is another name of `generation_*`."""
-
-    data_parallel_axis: FieldAxis
-    fully_sharded_data_parallel_axis: FieldAxis
-    tensor_parallel_axis: FieldAxis
-    sequence_parallel_axis: FieldAxis
-    expert_parallel_axis: FieldAxis
-    batch_axis: FieldAxis
-    sequence_axis: FieldAxis
-    query_sequence_axis: FieldAxis
-    head_axis: FieldAxis
-    kv_head_axis: FieldAxis
-    key_sequence_axis: FieldAxis
-    hidden_state_axis: FieldAxis
-    mlp_intermediate_axis: FieldAxis
-    vocab_axis: FieldAxis
-    expert_axis: FieldAxis
-    expert_gate_axis: FieldAxis
-    attention_dim_axis: FieldAxis
-    attention_kv_dim_axis: FieldAxis
-    bias_head_sequence_axis: FieldAxis
-    bias_key_sequence_axis: FieldAxis
-    generation_batch_axis: FieldAxis
-    generation_query_sequence_axis: FieldAxis
-    generation_head_axis: FieldAxis
-    generation_kv_head_axis: FieldAxis
-    generation_key_sequence_axis: FieldAxis
-    generation_attention_dim_axis: FieldAxis
-    generation_attention_kv_dim_axis: FieldAxis
-    decode_batch_axis: FieldAxis
-    decode_query_sequence_axis: FieldAxis
-    decode_head_axis: FieldAxis
-    decode_kv_head_axis: FieldAxis
-    decode_key_sequence_axis: FieldAxis
-    decode_attention_dim_axis: FieldAxis
-    decode_attention_kv_dim_axis: FieldAxis
-
-
-_NAMES: Final = (*_FIELDS, *AxisFields.__annotations__)
+_NAMES: Final = (
+    *_FIELDS,
+    *_FIELDS.values(),
+    *(f"{prefix}_{field}" for prefix in ("generation", "decode") for field in _GENERATION_FIELDS),
+)
 """Names that have a meaning without being registered: logical axes, and fields by their own names."""
-
-
-def _signature() -> inspect.Signature:
-    """The keyword arguments of `PartitionAxis`, each with its default, for `help` and editors."""
-    defaults: dict[str, Any] = dict(_DEFAULTS)
-    for field, (sources, generation) in _SOURCES.items():
-        defaults[field] = ... if sources else None
-        for name in (f"generation_{field}", f"decode_{field}") if generation is not None else ():
-            defaults[name] = ... if generation else None
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation="FieldAxis")
-        for name in AxisFields.__annotations__
-    ]
-    registered = inspect.Parameter(
-        "registered", inspect.Parameter.KEYWORD_ONLY, default=(), annotation="Sequence[RegisteredAxis]"
-    )
-    return inspect.Signature([*parameters, registered])
 
 
 def _is_logical_name(name: str) -> bool:
@@ -193,35 +140,11 @@ def _as_entry(names: Iterable[str]) -> Axis | None:
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
-def _merge_aliases(axes: dict[str, FieldAxis]) -> dict[str, FieldAxis]:
-    """Renames `decode_*` to `generation_*`, after checking that the two agree where both are passed."""
-    merged = {name: value for name, value in axes.items() if not name.startswith("decode_")}
-    for field in _GENERATION_FIELDS:
-        alias, name = f"decode_{field}", f"generation_{field}"
-        if alias not in axes:
-            continue
-        decode = axes[alias]
-        generation = merged.setdefault(name, decode)
-        # An ellipsis agrees only with an ellipsis; two spellings of one tuple agree.
-        agree = (
-            generation is decode
-            if ... in (generation, decode)
-            else _flat_mesh_axes(name, generation) == _flat_mesh_axes(alias, decode)
-        )
-        if not agree:
-            raise ConfigError(
-                f"PartitionAxis: {name}={generation!r} and {alias}={decode!r} are two names of one field and differ. "
-                "Pass one of them"
-            )
-    return merged
-
-
-def _resolve_fields(axes: dict[str, FieldAxis]) -> dict[str, Axis | EllipsisType | None]:
-    """The value of every field, those that are not set derived from the others."""
+def _resolve_fields(axes: dict[str, Any]) -> dict[str, Axis | EllipsisType | None]:
+    """The value of every field, those that are an ellipsis derived from the others."""
     fields: dict[str, Axis | EllipsisType | None] = {}
 
-    def resolve(field: str, sources: tuple[str, ...], default: FieldAxis) -> None:
-        value = axes.get(field, default)
+    def resolve(field: str, value: Any, sources: tuple[str, ...]) -> None:
         if value is not ...:
             fields[field] = _as_entry(_flat_mesh_axes(field, value))
         elif sources:
@@ -234,16 +157,31 @@ def _resolve_fields(axes: dict[str, FieldAxis]) -> dict[str, Axis | EllipsisType
             )
 
     # The mesh fields first, then in the order of the table: sources come before what is derived from them.
-    for field, default in _DEFAULTS.items():
-        resolve(field, (), default)
+    for field in _MESH_FIELDS.values():
+        resolve(field, axes[field], ())
     for field, (sources, generation) in _SOURCES.items():
-        resolve(field, sources, ... if sources else None)
+        resolve(field, axes[field], sources)
         if generation is not None:
-            resolve(f"generation_{field}", generation, ... if generation else None)
+            default = ... if generation else None
+            resolve(f"generation_{field}", _merged(field, axes, default), generation)
     # Whether it was left out has to stay known: a batch axis that is changed later must change it too.
-    if axes.get("generation_batch_axis", ...) is ...:
+    if _merged("batch_axis", axes, ...) is ...:
         fields["generation_batch_axis"] = ...
     return fields
+
+
+def _merged(field: str, axes: dict[str, Any], default: EllipsisType | None) -> Any:
+    """The value of the partner of `field` for generation, after checking that its two names agree."""
+    name, alias = f"generation_{field}", f"decode_{field}"
+    passed = {key: axes[key] for key in (name, alias) if axes[key] is not _UNSET}
+    # An ellipsis agrees only with an ellipsis; two spellings of one tuple agree.
+    normal = [value if value is ... else _flat_mesh_axes(key, value) for key, value in passed.items()]
+    if len(normal) == 2 and normal[0] != normal[1]:
+        raise ConfigError(
+            f"PartitionAxis: {name}={passed[name]!r} and {alias}={passed[alias]!r} are two names of one field and "
+            "differ. Pass one of them"
+        )
+    return next(iter(passed.values()), default)
 
 
 def _as_generation(axis: object) -> GenerationAxis:
@@ -348,17 +286,48 @@ class PartitionAxis(AxisMeanings):
     generation_attention_kv_dim_axis: Axis | None
     registered: tuple[RegisteredAxis, ...]
 
-    # attrs writes this method when a class has an `__init__` of its own.
-    __attrs_init__: ClassVar[Callable[..., None]]
-    __signature__: ClassVar[inspect.Signature] = _signature()
-
-    def __init__(self, *, registered: Sequence[RegisteredAxis] = (), **axes: Unpack[AxisFields]) -> None:
-        # A TypedDict is checked by type checkers only.
-        if unknown := [name for name in axes if name not in AxisFields.__annotations__]:
-            near = suggest(unknown[0], AxisFields.__annotations__)
-            raise TypeError(f"PartitionAxis() got an unexpected keyword argument {unknown[0]!r}{near}")
-        fields = _resolve_fields(_merge_aliases(cast("dict[str, FieldAxis]", axes)))
-        self.__attrs_init__(**fields, registered=_as_registered(registered))
+    def __init__(
+        self,
+        *,
+        data_parallel_axis: FieldAxis = "dp",
+        fully_sharded_data_parallel_axis: FieldAxis = "fsdp",
+        tensor_parallel_axis: FieldAxis = "tp",
+        sequence_parallel_axis: FieldAxis = "sp",
+        expert_parallel_axis: FieldAxis = "ep",
+        batch_axis: FieldAxis = ...,
+        sequence_axis: FieldAxis = ...,
+        query_sequence_axis: FieldAxis = ...,
+        head_axis: FieldAxis = ...,
+        kv_head_axis: FieldAxis = ...,
+        key_sequence_axis: FieldAxis = ...,
+        hidden_state_axis: FieldAxis = ...,
+        mlp_intermediate_axis: FieldAxis = ...,
+        vocab_axis: FieldAxis = ...,
+        expert_axis: FieldAxis = ...,
+        expert_gate_axis: FieldAxis = None,
+        attention_dim_axis: FieldAxis = None,
+        attention_kv_dim_axis: FieldAxis = None,
+        bias_head_sequence_axis: FieldAxis = None,
+        bias_key_sequence_axis: FieldAxis = None,
+        generation_batch_axis: FieldAxis = _UNSET,
+        generation_query_sequence_axis: FieldAxis = _UNSET,
+        generation_head_axis: FieldAxis = _UNSET,
+        generation_kv_head_axis: FieldAxis = _UNSET,
+        generation_key_sequence_axis: FieldAxis = _UNSET,
+        generation_attention_dim_axis: FieldAxis = _UNSET,
+        generation_attention_kv_dim_axis: FieldAxis = _UNSET,
+        decode_batch_axis: FieldAxis = _UNSET,
+        decode_query_sequence_axis: FieldAxis = _UNSET,
+        decode_head_axis: FieldAxis = _UNSET,
+        decode_kv_head_axis: FieldAxis = _UNSET,
+        decode_key_sequence_axis: FieldAxis = _UNSET,
+        decode_attention_dim_axis: FieldAxis = _UNSET,
+        decode_attention_kv_dim_axis: FieldAxis = _UNSET,
+        registered: Sequence[RegisteredAxis] = (),
+    ) -> None:
+        axes = {name: value for name, value in locals().items() if name not in ("self", "registered")}
+        # attrs writes this method when a class has an `__init__` of its own.
+        self.__attrs_init__(**_resolve_fields(axes), registered=_as_registered(registered))  # pyright: ignore[reportAttributeAccessIssue]
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self._shortest_arguments().items())
@@ -543,7 +512,7 @@ class PartitionAxis(AxisMeanings):
                 return self._expand(entry.axis if meaning is ... else meaning, mode, (*trail, axis))
         # Fields may be named by their logical axis or by their own name.
         field = _FIELDS.get(axis, axis)
-        if field in AxisFields.__annotations__:
+        if field in _NAMES:
             # A generation field says by itself what it means in every mode, and its other name knows its default.
             is_decode = field.startswith("generation_") or _uses_generation_field(field, mode)
             value = getattr(self, f"decode_{field.removeprefix('generation_')}" if is_decode else field)
@@ -572,7 +541,7 @@ class PartitionAxis(AxisMeanings):
         remedies = dict.fromkeys(
             f"generation_{_FIELDS[name]}" if _uses_generation_field(_FIELDS[name], mode) else _FIELDS[name]
             for name in names.values()
-            if name in _FIELDS and name not in registered and _FIELDS[name] not in _DEFAULTS
+            if name in _FIELDS and name not in registered and name not in _MESH_FIELDS
         )
         change = f"Set {' or '.join(remedies)} to another mesh axis or None, or write" if remedies else "Write"
         return (

@@ -23,8 +23,7 @@ _FSDP_AXES = ("fsdp", "data", "dp")
 _EXPERT_AXES = ("expert", "ep")
 
 _USUAL_HEAD_DIM = 128
-"""The size in most large models. Where the size is unknown, shards that are no multiple of it are reported: with
-256 that would be most models on most meshes, with 64 it would miss heads of 128 that are cut in half."""
+"""The size in most large models. Where the size is unknown, shards that are no multiple of it are reported."""
 
 _SMALL_BYTES = 2**20
 """Below this, what tensor parallelism keeps whole, such as a router, is not worth gathering in each step. Chosen
@@ -45,9 +44,7 @@ def _as_optional_axis(axis: Any) -> Axis | None:
 
 def _as_roles(roles: Mapping[str, Role] | Iterable[tuple[str, Role]]) -> tuple[tuple[str, Role], ...]:
     try:
-        pairs: tuple[tuple[str, Role], ...] = tuple(
-            [(name.replace("/", "."), role) for name, role in dict(roles).items()]
-        )
+        pairs: tuple[Any, ...] = tuple([(name.replace("/", "."), role) for name, role in dict(roles).items()])
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigTypeError(
             f"roles must map names of modules to roles, {{'up': 'columns'}}; got {roles!r}"
@@ -99,9 +96,12 @@ class HuggingFaceShardingRule(LeavesShardingRule):
 
     def decide_all(self, leaves: Leaves) -> Verdict:
         """Returns one decision for each of `leaves`; the sizes of heads are read off the whole tree."""
-        axes, roles = self._axes(leaves.items[0]), dict(self.roles)
+        roles = dict(self.roles)
         everything = [(read_path(leaf.path, roles), leaf) for leaf in leaves.survey.kinds]
-        layout = _Layout(axes, _head_dims(everything, self.head_dim), _query_sizes(everything), *_orders(everything))
+        query_sizes = _query_sizes(everything)
+        head_dims = _head_dims(everything, query_sizes, self.head_dim)
+        tensor, fsdp, expert = self._axes(leaves.items[0])
+        layout = _Layout(tensor, fsdp, expert, head_dims, query_sizes, *_orders(everything))
         decisions: list[Decision] = []
         for leaf in leaves.items:
             try:
@@ -110,8 +110,8 @@ class HuggingFaceShardingRule(LeavesShardingRule):
                 decisions.append(undecided(error))
         return Verdict(tuple(decisions))
 
-    def _axes(self, leaf: Leaf) -> "_Axes":
-        """The axes to use on the mesh of `leaf`; those of size 1 split nothing."""
+    def _axes(self, leaf: Leaf) -> list[Axis | None]:
+        """The axes for tensors, FSDP and experts on the mesh of `leaf`: an axis of size 1 splits nothing."""
         sizes = leaf.sizes
         tensor = next((name for name in _TENSOR_AXES if name in sizes), None) if self.tensor == _AUTO else self.tensor
         fsdp = next((name for name in _FSDP_AXES if name in sizes), None) if self.fsdp == _AUTO else self.fsdp
@@ -125,8 +125,7 @@ class HuggingFaceShardingRule(LeavesShardingRule):
         # An axis that one of the two uses cannot split experts too.
         used = [name for axis in (tensor, fsdp) if axis is not None for name in axis_tuple(axis)]
         expert = next((name for name in _EXPERT_AXES if name in sizes and name not in used), None)
-        useful = [None if axis is None or leaf.axis_size(axis) == 1 else axis for axis in (tensor, fsdp, expert)]
-        return _Axes(*useful)
+        return [None if axis is None or leaf.axis_size(axis) == 1 else axis for axis in (tensor, fsdp, expert)]
 
 
 def with_head_dim(rule: ShardingRule, head_dim: int) -> ShardingRule:
@@ -148,20 +147,11 @@ def with_head_dim(rule: ShardingRule, head_dim: int) -> ShardingRule:
     return rule
 
 
-@final
-@attrs.frozen
-class _Axes:
-    """The mesh axes for each purpose; `None` without one."""
-
-    tensor: Axis | None
-    fsdp: Axis | None
-    expert: Axis | None
-
-
-def _head_dims(parameters: Sequence[tuple[Parameter, Leaf]], default: int | None) -> dict[str, int]:
+def _head_dims(
+    parameters: Sequence[tuple[Parameter, Leaf]], queries: Mapping[str, int], default: int | None
+) -> dict[str, int]:
     """The size of a head in each attention module, by its path without indices; `""` is for all others."""
     sizes: dict[str, int] = {} if default is None else {"": default}
-    queries = _query_sizes(parameters)
     for parameter, leaf in parameters:
         outputs, size = queries.get(parameter.parent, 0), leaf.shape[-1] if leaf.ndim else 0
         # A norm may be for all heads together, and then it is longer than a head.
@@ -192,14 +182,15 @@ def _orders(parameters: Sequence[tuple[Parameter, Leaf]]) -> tuple[bool, bool]:
 class _Layout:
     """The split of a whole checkpoint: the axes, and what all of its parameters together say about one of them."""
 
-    axes: _Axes
+    tensor: Axis | None
+    fsdp: Axis | None
+    expert: Axis | None
     head_dims: Mapping[str, int]
     query_sizes: Mapping[str, int]
     is_gpt2: bool
     is_packed: bool
 
     def decide(self, leaf: Leaf, parameter: Parameter) -> Decision:
-        """Returns the decision for one leaf."""
         role = parameter.role
         if role is None and (leaf.ndim > 1 or leaf.nbytes >= LARGE_BYTES):
             return leaf.skip("not a name of a Hugging Face checkpoint")
@@ -211,16 +202,16 @@ class _Layout:
         decision = leaf.skip("")
         words: list[str] = []
         findings: list[Finding] = []
-        if dims.expert is not None and self.axes.expert is not None and leaf.fits(dims.expert, self.axes.expert):
-            decision = leaf.shard(dims.expert, self.axes.expert)
-            words.append(f"experts over {self.axes.expert!r}")
+        if dims.expert is not None and self.expert is not None and leaf.fits(dims.expert, self.expert):
+            decision = leaf.shard(dims.expert, self.expert)
+            words.append(f"experts over {self.expert!r}")
         base = _decided(leaf, decision)
         tensor_dim, finding = self._tensor_dim(base, parameter, dims)
         findings += [] if finding is None else [finding]
         if tensor_dim is not None:
-            assert self.axes.tensor is not None
-            decision = base.shard(tensor_dim, self.axes.tensor)
-            words.append(f"{self._noun(leaf, parameter, dims, tensor_dim)} over {self.axes.tensor!r}")
+            assert self.tensor is not None
+            decision = base.shard(tensor_dim, self.tensor)
+            words.append(f"{self._noun(leaf, parameter, dims, tensor_dim)} over {self.tensor!r}")
         if not is_vector and not (role == "whole" and leaf.nbytes < _SMALL_BYTES):
             decision, word = self._with_fsdp(leaf, base, decision, dims, tensor_dim)
             words += [word] if word else []
@@ -244,7 +235,7 @@ class _Layout:
 
     def _tensor_dim(self, leaf: Leaf, parameter: Parameter, dims: "_Dims") -> tuple[int | None, Finding | None]:
         """The dimension that the tensor axis splits, and what is worth knowing about that."""
-        tensor, role = self.axes.tensor, parameter.role
+        tensor, role = self.tensor, parameter.role
         if tensor is None or role == "whole":
             return None, None
         if dims.expert is not None and leaf.fits(dims.expert, tensor):
@@ -268,8 +259,8 @@ class _Layout:
 
     def _heads_finding(self, leaf: Leaf, parameter: Parameter, dim: int, is_vector: bool = False) -> Finding | None:
         """Says when a shard would have part of a head."""
-        assert self.axes.tensor is not None
-        outputs, parts, tensor = leaf.shape[dim], leaf.axis_size(self.axes.tensor), self.axes.tensor
+        assert self.tensor is not None
+        outputs, parts, tensor = leaf.shape[dim], leaf.axis_size(self.tensor), self.tensor
         is_vision = "vis" in parameter.parent
         head_dim = self.head_dims.get(parameter.parent, None if is_vision else self.head_dims.get(""))
         is_kv = parameter.role == "kv_heads"
@@ -295,7 +286,7 @@ class _Layout:
         return _warning(leaf, "cut-heads", why, remedy, dim, tensor)
 
     def _misfit(self, leaf: Leaf, parameter: Parameter, preferred: int, dim: int | None) -> Finding:
-        tensor = self.axes.tensor
+        tensor = self.tensor
         assert tensor is not None
         size, parts = leaf.shape[preferred], leaf.axis_size(tensor)
         noun = _WORDS[str(parameter.role)]
@@ -307,7 +298,7 @@ class _Layout:
         self, leaf: Leaf, base: Leaf, decision: Decision, dims: "_Dims", tensor_dim: int | None
     ) -> tuple[Decision, str]:
         """The decision with one more dimension split for FSDP, and what to say about it."""
-        fsdp, tensor = self.axes.fsdp, self.axes.tensor
+        fsdp, tensor = self.fsdp, self.tensor
         if fsdp is None:
             return decision, ""
         rest = _decided(leaf, decision)
@@ -335,8 +326,8 @@ class _Layout:
         return "outputs" if dim == dims.outputs else "hidden" if parameter.role == "vocab" else "inputs"
 
     def _undivided(self, leaf: Leaf, parameter: Parameter, findings: tuple[Finding, ...]) -> Decision:
-        axes = " and ".join(repr(axis) for axis in (self.axes.tensor, self.axes.fsdp) if axis is not None)
-        if parameter.role == "whole" and (self.axes.fsdp is None or leaf.nbytes < _SMALL_BYTES):
+        axes = " and ".join(repr(axis) for axis in (self.tensor, self.fsdp) if axis is not None)
+        if parameter.role == "whole" and (self.fsdp is None or leaf.nbytes < _SMALL_BYTES):
             return _replicated(leaf, "whole on each device", findings)
         if leaf.nbytes >= LARGE_BYTES and axes:
             return attrs.evolve(leaf.skip(f"{axes} divide none of its dimensions"), findings=findings)

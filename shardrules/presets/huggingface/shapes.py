@@ -34,8 +34,7 @@ _BITS = {"BF16": 16, "F16": 16, "F32": 32, "F8_E4M3": 8, "U8": 8}
 
 _HEADER_BYTES = (60, 512)
 """The least and the most that a tensor takes in a header: punctuation and keys alone, and a long name with many digits.
-Some totals are of whole files. With a lower least, shapes that are slightly wrong would pass for such totals; no header
-that exists has more than the most."""
+Some totals are of whole files. Chosen by hand."""
 
 _BLOCK = 32
 """Numbers of four bits that share a scale, in 16 bytes."""

@@ -57,12 +57,7 @@ class RulesFile:
             if name not in names
         ]
         if problems:
-            listing = (
-                problems[0]
-                if len(problems) == 1
-                else "\n  ".join([f"{self.file} has unknown axes:", *shortened(problems)])
-            )
-            raise RulesFileError(
-                f"{listing}; {reason}. Correct {'it' if len(problems) == 1 else 'them'}, or drop "
-                f'{"it" if len(problems) == 1 else "them"} with a rule of type "fitted"'
-            )
+            listing, it = problems[0], "it"
+            if len(problems) > 1:
+                listing, it = "\n  ".join([f"{self.file} has unknown axes:", *shortened(problems)]), "them"
+            raise RulesFileError(f'{listing}; {reason}. Correct {it}, or drop {it} with a rule of type "fitted"')

@@ -9,12 +9,9 @@ import pickle
 import pydoc
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import attrs
-import jax
-import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,7 +50,7 @@ from shardrules.presets.eformer.axes import (
     as_dims,
     as_logical,
 )
-from shardrules.presets.eformer.partition_axis import AxisFields, PartitionAxis, RegisteredAxis
+from shardrules.presets.eformer.partition_axis import PartitionAxis, RegisteredAxis
 
 DIMS = {
     "data_parallel_axis": "dp",
@@ -62,63 +59,38 @@ DIMS = {
     "sequence_parallel_axis": "sp",
     "expert_parallel_axis": "ep",
 }
-DERIVED = {
+DERIVED: dict[str, Any] = {
     "batch_axis": ("fsdp", "dp"),
-    "sequence_axis": "sp",
-    "query_sequence_axis": "sp",
-    "head_axis": "tp",
-    "kv_head_axis": "tp",
-    "key_sequence_axis": "sp",
-    "hidden_state_axis": "tp",
-    "mlp_intermediate_axis": "tp",
-    "vocab_axis": "tp",
+    **dict.fromkeys(
+        ("sequence_axis", "query_sequence_axis", "key_sequence_axis", "generation_key_sequence_axis"), "sp"
+    ),
+    **dict.fromkeys(("head_axis", "kv_head_axis", "generation_head_axis", "generation_kv_head_axis"), "tp"),
+    **dict.fromkeys(("hidden_state_axis", "mlp_intermediate_axis", "vocab_axis"), "tp"),
     "expert_axis": "ep",
-    "generation_head_axis": "tp",
-    "generation_kv_head_axis": "tp",
-    "generation_key_sequence_axis": "sp",
 }
-NONE = (
-    "expert_gate_axis",
-    "attention_dim_axis",
-    "attention_kv_dim_axis",
-    "bias_head_sequence_axis",
-    "bias_key_sequence_axis",
-    "generation_batch_axis",
-    "generation_query_sequence_axis",
-    "generation_attention_dim_axis",
-    "generation_attention_kv_dim_axis",
+ATTENTION_DIMS = ("attention_dim_axis", "attention_kv_dim_axis")
+BIASES = ("bias_head_sequence_axis", "bias_key_sequence_axis")
+NONE = ("expert_gate_axis", *ATTENTION_DIMS, *BIASES, "generation_batch_axis", "generation_query_sequence_axis")
+NONE += tuple(f"generation_{name}" for name in ATTENTION_DIMS)
+GENERATION = ("batch_axis", "query_sequence_axis", "head_axis", "kv_head_axis", "key_sequence_axis", *ATTENTION_DIMS)
+TOKENS: tuple[str, ...] = (
+    BATCH,
+    LENGTH,
+    QUERY_LENGTH,
+    KV_LENGTH,
+    EMBED,
+    HEAD,
+    KV_HEAD,
+    MLP_INTERMEDIATE,
+    VOCAB,
+    EXPERT,
+    EXPERT_GATE,
 )
-GENERATION = (
-    "batch_axis",
-    "query_sequence_axis",
-    "head_axis",
-    "kv_head_axis",
-    "key_sequence_axis",
-    "attention_dim_axis",
-    "attention_kv_dim_axis",
-)
-TOKEN_FIELDS = {
-    BATCH: "batch_axis",
-    LENGTH: "sequence_axis",
-    QUERY_LENGTH: "query_sequence_axis",
-    KV_LENGTH: "key_sequence_axis",
-    EMBED: "hidden_state_axis",
-    HEAD: "head_axis",
-    KV_HEAD: "kv_head_axis",
-    MLP_INTERMEDIATE: "mlp_intermediate_axis",
-    VOCAB: "vocab_axis",
-    EXPERT: "expert_axis",
-    EXPERT_GATE: "expert_gate_axis",
-    HEAD_DIM: "attention_dim_axis",
-    KV_HEAD_DIM: "attention_kv_dim_axis",
-    BIAS_HEAD_SEQ: "bias_head_sequence_axis",
-    BIAS_KV_SEQ: "bias_key_sequence_axis",
-    DP: "data_parallel_axis",
-    FSDP: "fully_sharded_data_parallel_axis",
-    TP: "tensor_parallel_axis",
-    SP: "sequence_parallel_axis",
-    EP: "expert_parallel_axis",
-}
+TOKENS += (HEAD_DIM, KV_HEAD_DIM, BIAS_HEAD_SEQ, BIAS_KV_SEQ)
+FIELDS = ("batch_axis", "sequence_axis", "query_sequence_axis", "key_sequence_axis", "hidden_state_axis", "head_axis")
+FIELDS += ("kv_head_axis", "mlp_intermediate_axis", "vocab_axis", "expert_axis", "expert_gate_axis", *ATTENTION_DIMS)
+FIELDS += BIASES
+TOKEN_FIELDS: dict[str, str] = dict(zip((*TOKENS, DP, FSDP, TP, SP, EP), (*FIELDS, *DIMS), strict=True))
 
 
 def make(**fields: Any) -> PartitionAxis:
@@ -134,58 +106,25 @@ def test_defaults_follow_the_five_names() -> None:
     fields = {name: getattr(paxis, name) for name in (*DIMS, *DERIVED, *NONE)}
     assert fields == {**DIMS, **DERIVED, **dict.fromkeys(NONE)}
     assert paxis.registered == ()
-
-
-def test_every_field_is_tested_here() -> None:
-    names = {field.alias for field in attrs.fields(PartitionAxis)}
-    assert names == {*DIMS, *DERIVED, *NONE, "registered"}
-
-
-def test_derived_fields_follow_renamed_axes_and_an_explicit_none_survives() -> None:
-    paxis = PartitionAxis(
-        data_parallel_axis="d", fully_sharded_data_parallel_axis="f", tensor_parallel_axis="m", head_axis=None
-    )
-    assert paxis.batch_axis == ("f", "d")
-    assert paxis.head_axis is None
-    assert (paxis.vocab_axis, paxis.hidden_state_axis, paxis.generation_head_axis) == ("m", "m", "m")
+    assert {field.alias for field in attrs.fields(PartitionAxis)} == {*fields, "registered"}
+    values = [make(**{name: "mine"}) for name in fields]
+    assert len({paxis, *values}) == len(values) + 1  # each makes a difference to equality
 
 
 def test_a_field_that_is_set_changes_no_other_field() -> None:
     paxis = make(**{name: f"mine_{name}" for name in DERIVED if name != "batch_axis"})
     assert paxis.batch_axis == ("fsdp", "dp")
     for name in DERIVED:
+        assert make(**{name: ...}) == PartitionAxis()
         alone = make(**{name: "mine"})
         others = {other: getattr(alone, other) for other in DERIVED if other != name}
         assert others == {other: value for other, value in DERIVED.items() if other != name}
-
-
-@pytest.mark.parametrize("name", DERIVED)
-def test_an_ellipsis_means_the_derived_axis(name: str) -> None:
-    assert make(**{name: ...}) == PartitionAxis()
-
-
-def test_an_ellipsis_for_generation_batches_means_as_in_training() -> None:
-    for name in ("generation_batch_axis", "decode_batch_axis"):
-        paxis = make(**{name: ..., "batch_axis": "x"})
-        assert paxis.decode_batch_axis == "x"
-        assert paxis.generation_batch_axis is None
 
 
 @pytest.mark.parametrize("name", [*DIMS, *(name for name in NONE if name != "generation_batch_axis")])
 def test_an_ellipsis_is_refused_where_nothing_is_derived(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is the ellipsis"):
         make(**{name: ...})
-
-
-def test_a_mesh_may_lack_a_kind_of_parallelism() -> None:
-    paxis = PartitionAxis(data_parallel_axis=None, sequence_parallel_axis=None)
-    assert paxis.batch_axis == "fsdp"
-    assert paxis.resolve_spec([BATCH, QUERY_LENGTH, EMBED, (DP, SP)]) == P("fsdp", None, "tp", None)
-
-
-def test_a_kind_of_parallelism_may_take_two_mesh_axes() -> None:
-    paxis = PartitionAxis(data_parallel_axis=["replica", "data"])
-    assert paxis.batch_axis == ("fsdp", "replica", "data")
 
 
 @pytest.mark.parametrize(
@@ -218,13 +157,6 @@ def test_fields_take_only_mesh_axes(value: Any, message: str) -> None:
         PartitionAxis(head_axis=value)
 
 
-def test_fields_are_keyword_only() -> None:
-    with pytest.raises(TypeError, match="positional"):
-        PartitionAxis("dp")  # pyright: ignore[reportCallIssue]
-    with pytest.raises(TypeError, match="heads"):
-        make(heads="tp")
-
-
 # ---- The two names of the fields for generation ----
 
 
@@ -244,15 +176,12 @@ def test_the_two_names_must_agree(field: str, generation: Any, decode: Any) -> N
         make(**{f"generation_{field}": generation, f"decode_{field}": decode})
 
 
-def test_an_ellipsis_agrees_only_with_an_ellipsis() -> None:
+def test_spellings_of_a_tuple_agree_and_an_ellipsis_only_with_another() -> None:
+    paxis = PartitionAxis(generation_head_axis=["x", "y"], decode_head_axis=("x", "y"))
+    assert paxis.generation_head_axis == ("x", "y")
     assert PartitionAxis(generation_head_axis=..., decode_head_axis=...) == PartitionAxis()
     with pytest.raises(ConfigError, match="differ"):
         PartitionAxis(generation_head_axis=..., decode_head_axis="tp")
-
-
-def test_the_two_spellings_of_a_tuple_agree() -> None:
-    paxis = PartitionAxis(generation_head_axis=["x", "y"], decode_head_axis=("x", "y"))
-    assert paxis.generation_head_axis == ("x", "y")
 
 
 def test_generation_batch_axis_left_out_differs_from_none() -> None:
@@ -265,6 +194,9 @@ def test_generation_batch_axis_left_out_differs_from_none() -> None:
     assert whole.resolve_spec([BATCH], MODE_DECODE) == P(None)
     assert whole.resolve_spec([BATCH], MODE_TRAIN) == P(("fsdp", "dp"))
     assert whole != PartitionAxis()
+    for name in ("generation_batch_axis", "decode_batch_axis"):
+        paxis = make(**{name: ..., "batch_axis": "x"})
+        assert (paxis.decode_batch_axis, paxis.generation_batch_axis) == ("x", None)
 
 
 # ---- Resolution ----
@@ -309,20 +241,21 @@ def test_resolve_spec(axes: Any, mode: str, spec: P) -> None:
     assert PartitionAxis().resolve_spec(axes, mode) == spec
 
 
-def test_training_is_the_default_mode() -> None:
-    assert PartitionAxis().resolve_spec((BATCH, QUERY_LENGTH)) == P(("fsdp", "dp"), "sp")
-
-
-def test_none_for_generation_means_not_split() -> None:
-    paxis = PartitionAxis(decode_head_axis=None, decode_key_sequence_axis=None)
-    assert paxis.resolve_spec([HEAD, KV_LENGTH], MODE_DECODE) == P(None, None)
-    assert paxis.resolve_spec([HEAD, KV_LENGTH], MODE_TRAIN) == P("tp", "sp")
-
-
-def test_mesh_axes_of_any_field_may_be_used() -> None:
-    paxis = PartitionAxis(vocab_axis=("pipe", "tp"))
-    assert paxis.mesh_axes == ("dp", "fsdp", "tp", "sp", "ep", "pipe")
-    assert paxis.resolve_spec(["pipe"]) == P("pipe")
+@pytest.mark.parametrize(
+    ("paxis", "axes", "mode", "spec"),
+    [
+        (PartitionAxis(decode_head_axis=None), [HEAD, KV_LENGTH], MODE_DECODE, P(None, "sp")),
+        (PartitionAxis(decode_head_axis=None), [HEAD, KV_LENGTH], MODE_TRAIN, P("tp", "sp")),
+        (PartitionAxis(vocab_axis=("pipe", "tp")), ["pipe"], MODE_TRAIN, P("pipe")),  # a mesh axis of any field
+        (PartitionAxis(data_parallel_axis=None), [BATCH, (DP, SP)], MODE_TRAIN, P("fsdp", "sp")),
+        (PartitionAxis(data_parallel_axis=["replica", "data"]), [BATCH], MODE_TRAIN, P(("fsdp", "replica", "data"))),
+        (PartitionAxis(tensor_parallel_axis="m", head_axis=None), [HEAD, VOCAB], MODE_TRAIN, P(None, "m")),
+        (PartitionAxis(tensor_parallel_axis="m", head_axis=None), [HEAD], MODE_DECODE, P("m")),
+    ],
+    ids=str,
+)
+def test_resolve_spec_of_fields_that_are_set(paxis: PartitionAxis, axes: Any, mode: str, spec: P) -> None:
+    assert paxis.resolve_spec(axes, mode) == spec
 
 
 @pytest.mark.parametrize(
@@ -356,9 +289,18 @@ def test_an_unknown_name_raises_with_a_suggestion(name: str, hint: str) -> None:
         (lambda p: p.resolve_spec([BATCH], 1, (3,)), r"dimension 1, which shape \(3,\) does not have"),
         (lambda p: p.resolve_spec([BATCH], -2, (3,)), r"dimension -2, which shape \(3,\) does not have"),
         (lambda p: p.resolve_spec([BATCH, HEAD], MODE_TRAIN, (3,)), r"2 logical axes .* shape \(3,\)"),
+        (lambda p: p.register("", "x"), "non-empty name"),
+        (lambda p: p.register(EMPTY, "x"), "non-empty name"),
+        (lambda p: p.register(3, "x"), "non-empty name"),
+        (lambda p: p.register("a", ("x", 3)), "a logical axis is a name, None or a sequence of these"),
+        (lambda p: p.register("a", ...), "a logical axis is a name, None or a sequence of these"),
+        (lambda p: p.register("a", "__HAED__").resolve_spec("a"), "logical axes are a list"),
+        (lambda p: DynamicShardingAxes(BATCH), "logical axes are a list"),
+        (lambda p: DynamicShardingAxes((BATCH,), "eval"), "unknown runtime mode"),
+        (lambda p: make(registered=[RegisteredAxis("a", "x")] * 2), "registered holds 'a' twice"),
     ],
 )
-def test_invalid_arguments_raise(call: Callable[[PartitionAxis], object], message: str) -> None:
+def test_invalid_arguments_raise(call: Callable[[Any], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         call(PartitionAxis())
 
@@ -379,10 +321,7 @@ def test_an_axis_may_not_split_two_dimensions(axes: Any, mode: str, pieces: list
     paxis = PartitionAxis().register("mine", VOCAB)
     with pytest.raises(SpecError, match="".join(f"(?=(?s:.*){re.escape(piece)})" for piece in pieces)):
         paxis.resolve_spec(axes, mode)
-
-
-def test_resolve_axis_may_repeat_a_mesh_axis() -> None:
-    assert PartitionAxis().resolve_axis([HEAD, EMBED]) == ["tp", "tp"]
+    assert len(paxis.resolve_axis(axes, mode)) == len(axes)
 
 
 @pytest.mark.parametrize(
@@ -426,13 +365,12 @@ def test_registering_gives_a_new_value_with_another_hash() -> None:
     assert after.resolve_spec(["stage"]) == P("pipe")
     with pytest.raises(UnknownAxisError, match="'stage'"):
         before.resolve_spec(["stage"])
-
-
-def test_the_order_of_registering_makes_no_difference() -> None:
-    paxis = PartitionAxis().register("a", "x").register("b", "y")
-    reverse = PartitionAxis().register("b", "y").register("a", "x")
-    assert paxis == reverse
-    assert hash(paxis) == hash(reverse)
+    # The order of registering makes no difference.
+    assert hash(after.register("a", "x")) == hash(before.register("a", "x").register("stage", "pipe"))
+    assert after.register("a", "x") == before.register("a", "x").register("stage", "pipe")
+    misspelt = after.register("a", "__HAED__")
+    with pytest.raises(UnknownAxisError, match=r"'__HAED__' \(did you mean '__HEAD__'\?\), which 'a' is registered as"):
+        misspelt.resolve_spec(["a"])
 
 
 @pytest.mark.parametrize(
@@ -453,13 +391,6 @@ def test_a_registered_axis_resolves_in_each_mode(axis: Any, train: Any, decode: 
     assert [paxis.resolve_axis(["mine"], mode) for mode in MODES] == [[train], [train], [decode], [decode]]
 
 
-def test_a_registered_axis_may_differ_in_generation() -> None:
-    paxis = PartitionAxis().register("a", "x", None).register("b", "x", generation_axis_rule=("y", "a"))
-    assert paxis.resolve_axis(["a", "b"], MODE_TRAIN) == ["x", "x"]
-    assert paxis.resolve_axis(["a", "b"], MODE_INSERT) == [None, "y"]
-    assert paxis.mesh_axes == ("dp", "fsdp", "tp", "sp", "ep", "x", "y")
-
-
 @pytest.mark.parametrize("prefix", ["generation", "decode"])
 @pytest.mark.parametrize(("field", "axis"), [("head_axis", "g"), ("query_sequence_axis", None), ("batch_axis", "b")])
 def test_a_field_of_generation_is_meant_in_every_mode(prefix: str, field: str, axis: Any) -> None:
@@ -477,23 +408,6 @@ def test_override_is_needed_for_a_name_that_exists(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name!r} already exists and means .*override=True"):
         paxis.register(name, "x")
     assert paxis.register(name, "x", override=True).resolve_spec([name]) == P("x")
-
-
-@pytest.mark.parametrize("name", ["", EMPTY, 3, None])
-def test_a_registered_name_must_be_a_name(name: Any) -> None:
-    with pytest.raises(ConfigError, match="non-empty name"):
-        PartitionAxis().register(name, "x")
-
-
-def test_registering_a_name_twice_raises() -> None:
-    with pytest.raises(ConfigError, match="registered holds 'a' twice"):
-        PartitionAxis(registered=[RegisteredAxis("a", "x"), RegisteredAxis("a", "y")])
-
-
-@pytest.mark.parametrize("axis", [3, ("x", 3), ...])
-def test_only_axes_are_registered(axis: Any) -> None:
-    with pytest.raises(ConfigError, match="a logical axis is a name, None or a sequence of these"):
-        PartitionAxis().register("a", axis)
 
 
 @pytest.mark.parametrize(
@@ -516,21 +430,13 @@ def test_cyclic_registrations_raise_when_resolved(pairs: list[tuple[str, Any]], 
     assert paxis.resolve_spec([HEAD]) == P("tp")
 
 
-def test_a_name_used_twice_is_not_a_cycle() -> None:
+def test_what_looks_like_a_cycle_may_be_none() -> None:
     paxis = PartitionAxis().register("a", HEAD).register("b", ("a", "pipe", "a"))
     assert paxis.resolve_spec([("a", "b")]) == P(("tp", "pipe"))
-
-
-def test_a_name_may_be_cyclic_across_modes() -> None:
     paxis = PartitionAxis().register("a", "b", "x").register("b", "y", "a")
     assert paxis.resolve_axis(["a", "b"], MODE_TRAIN) == ["y", "y"]
     assert paxis.resolve_axis(["a", "b"], MODE_DECODE) == ["x", "x"]
-
-
-def test_a_misspelt_logical_axis_is_not_a_mesh_axis() -> None:
-    paxis = PartitionAxis().register("a", "__HAED__")
-    with pytest.raises(UnknownAxisError, match=r"'__HAED__' \(did you mean '__HEAD__'\?\), which 'a' is registered as"):
-        paxis.resolve_spec(["a"])
+    assert paxis.mesh_axes == ("dp", "fsdp", "tp", "sp", "ep", "x", "y")
 
 
 def test_unregister_undoes_register() -> None:
@@ -549,17 +455,12 @@ def test_unregister_undoes_register() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_the_mapping_agrees_with_resolve_axis(mode: str) -> None:
     paxis = PartitionAxis(head_axis=None, decode_batch_axis="x").register("mlp", MLP_INTERMEDIATE)
+    paxis = paxis.register(BATCH, "x", override=True)
     mapping = paxis.as_mapping(mode)
     names = [name for name, _ in mapping]
-    assert names == [*TOKEN_FIELDS, EMPTY, "mlp"]
-    assert len(dict(mapping)) == len(mapping)
+    assert names == [*TOKEN_FIELDS, EMPTY, "mlp"]  # an overridden one occurs once
     assert [axis for _, axis in mapping] == paxis.resolve_axis(names, mode)
     hash(mapping)
-
-
-def test_an_overridden_token_occurs_once_in_the_mapping() -> None:
-    mapping = PartitionAxis().register(BATCH, "x", override=True).as_mapping()
-    assert [axis for name, axis in mapping if name == BATCH] == ["x"]
 
 
 # ---- A value ----
@@ -634,11 +535,6 @@ def test_it_cannot_be_changed() -> None:
             setattr(paxis, name, "x")
 
 
-def test_fields_make_a_difference_to_equality_and_hash() -> None:
-    values = [make(**{name: "mine"}) for name in (*DIMS, *DERIVED, *NONE)]
-    assert len({PartitionAxis(), *values}) == len(values) + 1
-
-
 def test_replace_derives_again_and_evolve_does_not() -> None:
     paxis = PartitionAxis(head_axis=None, batch_axis="b").register("heads", HEAD)
     replaced = paxis.replace(tensor_parallel_axis="m", decode_query_sequence_axis="q")
@@ -650,57 +546,33 @@ def test_replace_derives_again_and_evolve_does_not() -> None:
     assert attrs.evolve(paxis, tensor_parallel_axis="m").vocab_axis == "tp"
 
 
-def test_it_is_a_single_leaf_of_a_tree() -> None:
-    paxis = PartitionAxis()
-    assert jax.tree.leaves(paxis) == [paxis]
-
-
-def test_registering_makes_jit_compile_again() -> None:
-    traced = []
-
-    @partial(jax.jit, static_argnums=0)
-    def rows(paxis: PartitionAxis, x: jax.Array) -> jax.Array:
-        traced.append(paxis.resolve_spec(["mine"]))
-        return x + len(traced)
-
-    paxis = PartitionAxis().register("mine", HEAD)
-    assert rows(paxis, jnp.zeros(())) == rows(eval(repr(paxis)), jnp.zeros(()))
-    rows(paxis.register("mine", BATCH, override=True), jnp.zeros(()))
-    assert traced == [P("tp"), P(("fsdp", "dp"))]
-
-
 # ---- Logical axes ----
 
 
-def test_tokens_differ_and_cannot_be_mesh_axes() -> None:
-    tokens = list(TOKEN_FIELDS)
-    assert len(dict.fromkeys(tokens)) == 20
-    assert all(token.startswith("__") and token.endswith("__") for token in tokens)
-    assert EMPTY == "_"
-    assert (MODE_TRAIN, MODE_PREFILL, MODE_DECODE, MODE_INSERT) == MODES
+READY = {
+    "HiddenStateSharding": ((BATCH, QUERY_LENGTH, EMBED), 1),
+    "AttnQSharding": ((BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), 1),
+    "AttnKVSharding": ((BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM), 1),
+    "Replicated": ((EMPTY,), MODE_TRAIN),
+    "ColumnWise": (((FSDP, SP), TP), MODE_TRAIN),
+    "RowWise": ((TP, (FSDP, SP)), MODE_TRAIN),
+    "SColumnWise": (((FSDP, SP),), MODE_TRAIN),
+    "SRowWise": ((TP,), MODE_TRAIN),
+    "ExpertColumnWise": ((EP, FSDP, TP), MODE_TRAIN),
+    "ExpertRowWise": ((EP, TP, FSDP), MODE_TRAIN),
+    "ExpertColumnWiseAlt": ((EP, (FSDP, SP), TP), MODE_TRAIN),
+    "ExpertRowWiseAlt": ((EP, TP, (FSDP, SP)), MODE_TRAIN),
+    "UnifiedExpertColumnWise": (((FSDP, SP, EP), EMPTY, TP), MODE_TRAIN),
+    "UnifiedExpertRowWise": (((FSDP, SP, EP), TP, EMPTY), MODE_TRAIN),
+    "ExpertTensorParallel": ((TP, EMPTY, EMPTY), MODE_TRAIN),
+    "ExpertActivations": ((DP, SP, EP, TP), MODE_TRAIN),
+    "ExpertActivationsAlt": ((DP, SP, (TP, FSDP)), MODE_TRAIN),
+}
 
 
 def test_the_axes_of_the_ready_lists() -> None:
     ready = {name: value for name, value in vars(logical_axes).items() if isinstance(value, DynamicShardingAxes)}
-    assert {name: (value.axes, value.mode) for name, value in ready.items()} == {
-        "HiddenStateSharding": ((BATCH, QUERY_LENGTH, EMBED), 1),
-        "AttnQSharding": ((BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), 1),
-        "AttnKVSharding": ((BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM), 1),
-        "Replicated": ((EMPTY,), MODE_TRAIN),
-        "ColumnWise": (((FSDP, SP), TP), MODE_TRAIN),
-        "RowWise": ((TP, (FSDP, SP)), MODE_TRAIN),
-        "SColumnWise": (((FSDP, SP),), MODE_TRAIN),
-        "SRowWise": ((TP,), MODE_TRAIN),
-        "ExpertColumnWise": ((EP, FSDP, TP), MODE_TRAIN),
-        "ExpertRowWise": ((EP, TP, FSDP), MODE_TRAIN),
-        "ExpertColumnWiseAlt": ((EP, (FSDP, SP), TP), MODE_TRAIN),
-        "ExpertRowWiseAlt": ((EP, TP, (FSDP, SP)), MODE_TRAIN),
-        "UnifiedExpertColumnWise": (((FSDP, SP, EP), EMPTY, TP), MODE_TRAIN),
-        "UnifiedExpertRowWise": (((FSDP, SP, EP), TP, EMPTY), MODE_TRAIN),
-        "ExpertTensorParallel": ((TP, EMPTY, EMPTY), MODE_TRAIN),
-        "ExpertActivations": ((DP, SP, EP, TP), MODE_TRAIN),
-        "ExpertActivationsAlt": ((DP, SP, (TP, FSDP)), MODE_TRAIN),
-    }
+    assert {name: (value.axes, value.mode) for name, value in ready.items()} == READY
 
 
 def test_lists_of_axes_are_normalised() -> None:
@@ -712,16 +584,9 @@ def test_lists_of_axes_are_normalised() -> None:
     assert as_dims(["a", None]) == ("a", None)
 
 
-def test_lists_of_axes_are_checked() -> None:
-    with pytest.raises(ConfigError, match="logical axes are a list"):
-        DynamicShardingAxes(BATCH)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match="unknown runtime mode"):
-        DynamicShardingAxes((BATCH,), "eval")
-
-
 def test_the_signature_lists_all_arguments_with_their_defaults() -> None:
     parameters = inspect.signature(PartitionAxis).parameters
-    assert set(parameters) == {*AxisFields.__annotations__, "registered"}
+    assert set(parameters) == {*DIMS, *DERIVED, *NONE, *(f"decode_{name}" for name in GENERATION), "registered"}
     assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
     assert parameters["tensor_parallel_axis"].default == "tp"
     assert parameters["head_axis"].default is ...

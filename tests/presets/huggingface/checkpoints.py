@@ -159,14 +159,10 @@ LLAMA_PARTS = (*NORMS, *ATTENTION, *MLP)
 
 CHECKPOINTS = {
     "llama 3 8b": Checkpoint(config("llama", 4096, 14336, 32, 8, 128256), model(32, LLAMA_PARTS), 16060522496),
-    "llama 3 70b": Checkpoint(config("llama", 8192, 28672, 64, 8, 128256), model(80, LLAMA_PARTS), 141107412992),
     "llama 2 7b": Checkpoint(config("llama", 4096, 11008, 32, 32, 32000), model(32, LLAMA_PARTS), 13476831232),
     "mistral 7b": Checkpoint(config("mistral", 4096, 14336, 32, 8, 32000), model(32, LLAMA_PARTS), 14483464192),
     "mixtral 8x7b": Checkpoint(
         config("mixtral", 4096, 14336, 32, 8, 32000, num_local_experts=8), model(32, mixtral_parts(8)), 93405585408
-    ),
-    "mixtral 8x22b": Checkpoint(
-        config("mixtral", 6144, 16384, 48, 8, 32000, num_local_experts=8), model(56, mixtral_parts(8)), 281241268224
     ),
     "qwen 2.5 14b": Checkpoint(
         config("qwen2", 5120, 13824, 40, 8, 152064), model(48, (*LLAMA_PARTS, *BIASES)), 29540067328
@@ -199,7 +195,6 @@ CHECKPOINTS = {
     ),
     "deepseek v3": Checkpoint(DEEPSEEK, tuple(deepseek()), 680571043840 + 2 * 3918786560 + 4 * 41555600),
     "gpt-oss 20b": Checkpoint(gpt_oss(24, 32), model(24, GPT_OSS_PARTS), 13761264768),
-    "gpt-oss 120b": Checkpoint(gpt_oss(36, 128), model(36, GPT_OSS_PARTS), 65248815744),
     "phi 3 mini": Checkpoint(
         config("phi3", 3072, 8192, 32, 32, 32064),
         model(32, (*NORMS, "self_attn.qkv_proj.weight", "self_attn.o_proj.weight", "mlp.gate_up_proj.weight", MLP[2])),
