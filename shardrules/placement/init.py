@@ -36,13 +36,11 @@ from shardrules.placement.transfer import put
 from shardrules.rules.how import How
 
 _PROGRAM_BYTES = 128 * 2**20
-"""The work of one program above which it is worth compiling two. Half of it compiles more programs, double keeps
-more arrays waiting for one call to end."""
+"""The work of one program above which it is worth compiling two. Chosen by hand."""
 
 _CACHE_SIZE = 128
 """The most signatures of `make` that are kept: `functools.lru_cache`'s default. Each holds the constants of the traced
-function, so fewer are kept than by `filter_jit`. A program that initialises more models than this in turn traces each
-of them again; twice as many may hold twice as many constants."""
+function, so fewer are kept than by `filter_jit`."""
 
 
 def filter_init(make: Callable[..., Any], how: How, mesh: AnyMesh | None = None) -> Callable[..., Any]:

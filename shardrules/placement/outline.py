@@ -22,12 +22,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from shardrules.core.keys import is_key
 
 SEED_SIZE = 4096
-"""The most elements that a seed has. Keys of a stack of layers have a few hundred; half of it would cut fewer models
-apart, and twice as much computes more of the model op by op, which takes longer than compiling."""
+"""The most elements that a seed has. Keys of a stack of layers have a few hundred, and larger work takes longer op by op
+than compiled. Chosen by hand."""
 
 _CONST_BYTES = 16 * 2**20
-"""The largest constant that is part of a program, as for `jax.jit`. Twice as large takes long to compile; with half of
-it more constants become inputs, which XLA cannot compute with in advance."""
+"""The largest constant that is part of a program: larger ones take long to compile. Chosen by hand."""
 
 _TRUSTED = ("builtins", "jax", "jaxlib", "numpy", "ml_dtypes")
 """The modules whose values are equal only when they are the same. A user's class may define `==` otherwise."""

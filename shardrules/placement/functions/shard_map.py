@@ -22,7 +22,16 @@ from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.core.spec import UNCONSTRAINED, axis_names, device_dtype, entries, spec_repr
 from shardrules.core.tree import spread
 from shardrules.placement.destination import common_mesh, usable_mesh
-from shardrules.placement.functions.calls import FlatCall, PartialCall, as_tree, flatten_call, is_array, signature_of
+from shardrules.placement.functions.calls import (
+    FlatCall,
+    PartialCall,
+    argument_parts,
+    as_tree,
+    flatten_call,
+    is_array,
+    result_parts,
+    signature_of,
+)
 from shardrules.placement.traced import axis_types, constrain_traced
 from shardrules.placement.transfer import put
 from shardrules.rules.how import (
@@ -231,17 +240,8 @@ class _Mapping:
 
     def in_specs(self, call: FlatCall) -> tuple[PartitionSpec, ...]:
         """Returns the spec of each array of a call."""
-        items, count = self.options.in_specs, len(call.args)
-        items = items if isinstance(items, tuple) else (items,) * count
-        if len(items) > count:
-            raise TreeError(
-                f"{_CALLER}: in_specs has {len(items)} items, and the call has {count} positional arguments"
-            )
-        items += (None,) * (count - len(items))  # arguments that have defaults may be left out
-        parts: list[tuple[str, Any, How]] = [("the function", call.fn, None)]
-        parts += [(f"argument {n}", arg, how) for n, (arg, how) in enumerate(zip(call.args, items, strict=True))]
-        parts += [("the keyword arguments", call.kwargs, None)]
-        specs = [spec for what, tree, how in parts for spec in self._leaf_specs(tree, how, what)]
+        parts = argument_parts(call, self.options.in_specs, _CALLER, "in_specs")
+        specs = [spec for name, tree, how in parts for spec in self._leaf_specs(tree, how, name)]
         return tuple(spec for spec in specs if spec is not None)
 
     def results(self, call: FlatCall, in_specs: tuple[PartitionSpec, ...]) -> _Results:
@@ -250,12 +250,8 @@ class _Mapping:
         items = how if isinstance(how, tuple) else (how,)
         if any(isinstance(item, ShardingRule) or _is_function(item) for item in items):
             whole = self._whole_result(call, in_specs)
-            parts: list[tuple[Any, How, str]] = [(whole, how, "the result")]  # pyright: ignore[reportAssignmentType]  (a tuple may be a tree of specs, too)
-            if isinstance(how, tuple) and isinstance(whole, tuple):
-                if len(how) != len(whole):
-                    raise TreeError(f"{_CALLER}: out_specs has {len(how)} items, the function returns {len(whole)}")
-                parts = [(part, item, f"result {n}") for n, (part, item) in enumerate(zip(whole, how, strict=True))]
-            leaf_specs = [spec for part, item, what in parts for spec in self._leaf_specs(part, item, what)]
+            parts = result_parts(whole, how, _CALLER, "out_specs")
+            leaf_specs = [spec for name, part, item in parts for spec in self._leaf_specs(part, item, name)]
             return _Results(jax.tree.unflatten(jax.tree.structure(whole), leaf_specs), whole, leaf_specs)
         specs = jax.tree.map(
             _as_spec, tuple(map(_written, items)) if isinstance(how, tuple) else _written(how), is_leaf=is_entry
@@ -295,9 +291,9 @@ class _Mapping:
             constrain_traced(jnp.asarray(array), self.mesh, spec) for array, spec in zip(arrays, specs, strict=True)
         ]
 
-    def _leaf_specs(self, tree: Any, how: How, what: str) -> list[PartitionSpec | None]:
+    def _leaf_specs(self, tree: Any, how: How, name: str) -> list[PartitionSpec | None]:
         """Returns the spec of each leaf of a tree; `None` for leaves that are not arrays."""
-        caller = f"{_CALLER}, {what}"
+        caller = f"{_CALLER}, {name}"
         leaves = jax.tree.leaves(tree)
         resolved = resolve(how, tree, self.mesh, caller)
         if resolved.plan is not None:
