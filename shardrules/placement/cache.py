@@ -60,7 +60,7 @@ def static_key(value: Any) -> Hashable:
 
 
 def array_key(value: Any) -> Hashable:
-    """Returns the key of an array, or of its shape: its type, its mesh and memory, and its sharding on Explicit axes."""
+    """Returns the key of an array or of its shape: its type, mesh and memory, and its sharding on Explicit axes."""
     if isinstance(value, Tracer):
         sharding = jax.typeof(value).sharding
     else:

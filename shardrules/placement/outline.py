@@ -22,8 +22,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from shardrules.core.keys import is_key
 
 SEED_SIZE = 4096
-"""The most elements that a seed has. Keys of a stack of layers have a few hundred, and larger work takes longer op by op
-than compiled. Chosen by hand."""
+"""The most elements that a seed has. Keys of a stack of layers have a few hundred, and larger work takes longer op
+by op than compiled. Chosen by hand."""
 
 _CONST_BYTES = 16 * 2**20
 """The largest constant that is part of a program: larger ones take long to compile. Chosen by hand."""

@@ -20,7 +20,7 @@ hand."""
 
 
 def put(values: Sequence[Any], shardings: Sequence[Sharding]) -> list[Any]:
-    """Returns arrays, numpy arrays and `ArraySource`s on devices; arrays that are there already come back as they are."""
+    """Returns arrays, numpy arrays and `ArraySource`s on devices; arrays that are there come back as they are."""
     result = list(values)
     local_indices: list[int] = []
     spanning_indices: list[int] = []

@@ -45,8 +45,8 @@ class Options:
     @property
     def are_equinox(self) -> bool:
         """Returns whether `equinox.filter_jit` has all that is asked for."""
-        given = (self.mesh, self.in_shardings, self.out_shardings)
-        return all(value is None for value in given) and isinstance(self.donate, str)
+        settings = (self.mesh, self.in_shardings, self.out_shardings)
+        return all(value is None for value in settings) and isinstance(self.donate, str)
 
 
 def _key(how: Any) -> Hashable:

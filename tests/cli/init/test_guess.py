@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.cli.init.guess import axis_roles
 from shardrules.cli.init.text import guess_rules
 from shardrules.core.axes import AnyMesh
 from shardrules.core.spec import same
@@ -23,7 +24,7 @@ def shapes(tree: Any) -> Any:
 def guessed(tree: Any, mesh: str | AnyMesh) -> dict[str, P]:
     """The specs of the guessed rules, by path."""
     plan = sr.ReplicateShardingRule().plan(tree, sr.mesh_shape(mesh) if isinstance(mesh, str) else mesh)
-    return dict(zip(plan.paths, guess_rules("model", plan, "plan.json").specs, strict=True))
+    return dict(zip(plan.paths, guess_rules("model", plan, "plan.json")[1], strict=True))
 
 
 D, H, V = 1024, 4096, 50304
@@ -96,6 +97,7 @@ CONVOLUTIONS = {
             "fsdp:4,tp:32",  # more than there are heads
             {"query/kernel": P("fsdp", None, "tp"), "out/kernel": P(None, "tp", "fsdp")},
         ),
+        (HEADS, "fsdp:4,tp:6", {"query/kernel": P("fsdp")}),
         (
             BARE,
             "data:4,model:2",
@@ -170,9 +172,23 @@ def test_layers_are_split_as_in_megatron(tree: Any, mesh: str, expected: dict[st
     assert [(path, specs[path]) for path, spec in expected.items() if not same(specs[path], spec)] == []
 
 
-def test_features_divide_where_rows_do_not() -> None:
-    heads = {"query": {"kernel": (D, 16, 64), "bias": (16, 64)}}
-    assert same(guessed(shapes(heads), "fsdp:4,tp:6")["query/kernel"], P("fsdp"))
+@pytest.mark.parametrize(
+    ("axes", "tensor", "data", "others"),
+    [
+        ("data,model", "model", "data", ""),
+        ("dp,fsdp,tp", "tp", "dp,fsdp", ""),
+        ("fsdp", "", "fsdp", ""),
+        ("x", "", "x", ""),
+        ("x,y", "y", "x", ""),
+        ("x,tensor", "tensor", "x", ""),
+        ("pp,data,expert,sp,mp", "mp", "data,sp", "expert,pp"),
+        ("tensor_parallel,DATA", "tensor_parallel", "DATA", ""),
+    ],
+)
+def test_names_say_what_axes_are_for(axes: str, tensor: str, data: str, others: str) -> None:
+    roles = axis_roles(dict.fromkeys(axes.split(","), 2))
+    assert (",".join(roles["tensor"]), ",".join(roles["data"])) == (tensor, data)
+    assert ",".join((*roles["expert"], *roles["stage"])) == others
 
 
 GUESS_MESHES = ("line", "grid", "cube", "ones", "alone", "pod")
