@@ -51,22 +51,6 @@ def test_an_optimizer_state_mirrors_the_plan(mesh: Mesh) -> None:
     assert state[0].count.sharding.is_fully_replicated
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "how",
-    [
-        RULE.plan(eqx.filter_eval_shape(MLP, key=jax.random.key(0)), sr.mesh_shape("data:4,model:2")),
-        RULE.plan(eqx.filter_eval_shape(MLP, key=jax.random.key(0)), MESH).specs,
-        RULE.plan(eqx.filter_eval_shape(MLP, key=jax.random.key(0)), MESH).shardings(),
-        lambda tree: RULE.plan(tree, MESH),
-    ],
-    ids=["plan", "specs", "shardings", "function"],
-)
-def test_it_takes_what_filter_shard_takes(how: Any) -> None:
-    model = sr.filter_init(MLP, how, MESH)(key=jax.random.key(0))
-    assert model.layers[0].weight.sharding == NamedSharding(MESH, P("data", None))
-
-
 @pytest.mark.slow
 def test_one_device_and_the_mesh_in_force_are_accepted() -> None:
     device = jax.devices()[5]
