@@ -1,6 +1,7 @@
 """`filter_shard_map`: `jax.shard_map` for functions of any pytrees, mapped by rules, plans or specs."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, final, overload
@@ -219,9 +220,7 @@ class _Results:
 
     specs: Any
     whole: Any = None
-    """The result with the shapes of whole arrays, if a rule had to know them."""
-    leaf_specs: Sequence[PartitionSpec | None] = ()
-    """The specs that were decided for those, one for each leaf."""
+    """The result with the shapes of whole arrays, if a rule had to know them: then each leaf has a spec."""
 
 
 @final
@@ -252,32 +251,39 @@ class _Mapping:
             whole = self._whole_result(call, in_specs)
             parts = result_parts(whole, how, _CALLER, "out_specs")
             leaf_specs = [spec for name, part, item in parts for spec in self._leaf_specs(part, item, name)]
-            return _Results(jax.tree.unflatten(jax.tree.structure(whole), leaf_specs), whole, leaf_specs)
+            return _Results(jax.tree.unflatten(jax.tree.structure(whole), leaf_specs), whole)
         specs = jax.tree.map(
             _as_spec, tuple(map(_written, items)) if isinstance(how, tuple) else _written(how), is_leaf=is_entry
         )
         # JAX reads them before there is a result: what is wrong whatever is returned, is refused here.
-        leaves = enumerate(jax.tree.leaves(specs, is_leaf=is_entry))
-        problems = [(n, finding) for n, spec in leaves for finding in self._errors(self._any_shape(spec), spec)]
+        sizes, problems = mesh_sizes(self.mesh), []
+        for index, spec in enumerate(jax.tree.leaves(specs, is_leaf=is_entry)):
+            shard = (1,) * len(spec.partitions) if isinstance(spec, PartitionSpec) else ()
+            problems += [(index, finding) for finding in self._errors(_joined(shard, spec, sizes), spec)]
         refuse_leaves(f"{_CALLER}, out_specs", specs, problems)
         return _Results(specs)
 
     def check(self, result: Any, results: _Results) -> None:
         """Raises an error that lists the shards of a result that their specs cannot put together."""
         leaves, treedef = jax.tree.flatten(result)
-        sizes, specs = mesh_sizes(self.mesh), results.leaf_specs
-        if results.whole is None:
-            specs = spread(results.specs, result, is_entry, f"{_CALLER}, the result", "specs")
-        elif jax.tree.structure(results.whole) != treedef:
+        sizes = mesh_sizes(self.mesh)
+        if results.whole is not None and jax.tree.structure(results.whole) != treedef:
             raise TreeError(f"{_CALLER}: the structure of the result depends on the sizes of the mesh axes")
+        specs = spread(results.specs, result, is_entry, f"{_CALLER}, the result", "specs")
         whole = leaves if results.whole is None else jax.tree.leaves(results.whole)
         problems: list[tuple[int, Finding]] = []
         for leaf_index, (leaf, spec, expected) in enumerate(zip(leaves, specs, whole, strict=True)):
             if not is_array(leaf):
                 continue
-            findings = self._errors(_joined(leaf.shape, spec, sizes), spec)
-            if not findings and results.whole is not None and spec is not None:
-                findings = _size_errors(leaf.shape, expected.shape, spec, sizes)
+            shape = _joined(leaf.shape, spec, sizes)
+            findings = self._errors(shape, spec)
+            if not findings and results.whole is not None and shape != expected.shape:
+                what = (
+                    f"{spec_repr(spec)} puts shards of {shape_text(leaf.shape)} together to {shape_text(shape)}, and "
+                    f"was decided for {shape_text(expected.shape)}"
+                )
+                remedy = "Return shards that are split so, or write the spec out"
+                findings = [Finding("error", "misfit", what, "", remedy, expected.shape)]
             problems += [(leaf_index, finding) for finding in findings]
         refuse_leaves(f"{_CALLER}, the result", result, problems)
 
@@ -300,14 +306,10 @@ class _Mapping:
             plan = checked_plan(resolved.plan, self.mesh, caller)
             specs = by_leaf(plan, plan.kind_specs, len(leaves), caller)
         else:
-            pairs = zip(leaves, resolved.entries, strict=True)
-            specs = [_as_spec(entry) if is_array(leaf) else None for leaf, entry in pairs]
-        problems = [
-            (leaf_index, finding)
-            for leaf_index, (leaf, spec) in enumerate(zip(leaves, specs, strict=True))
-            if spec is not None
-            for finding in self._errors(leaf.shape, spec)
-        ]
+            specs = list(map(_as_spec, resolved.entries))
+        specs = [spec if is_array(leaf) else None for leaf, spec in zip(leaves, specs, strict=True)]
+        pairs = enumerate(zip(leaves, specs, strict=True))
+        problems = [(n, bad) for n, (leaf, spec) in pairs if spec is not None for bad in self._errors(leaf.shape, spec)]
         refuse_leaves(caller, tree, problems)
         return specs
 
@@ -324,11 +326,6 @@ class _Mapping:
             for name in axis_names(spec)
             if name in self.mesh.axis_names and name not in mapped
         ]
-
-    def _any_shape(self, spec: Any) -> tuple[int, ...]:
-        """Returns the shape of some array that a spec fits, if any does."""
-        ndim = len(spec.partitions) if isinstance(spec, PartitionSpec) else 0
-        return _joined((1,) * ndim, spec, mesh_sizes(self.mesh))
 
     def _whole_result(self, call: FlatCall, in_specs: tuple[PartitionSpec, ...]) -> Any:
         """Returns the result with the shapes of whole arrays: as if each mesh axis had one device."""
@@ -387,28 +384,9 @@ def _as_spec(entry: Any) -> Any:
     return entry.spec if isinstance(entry, NamedSharding) else entry
 
 
-def _parts(ndim: int, spec: PartitionSpec, sizes: Mapping[str, int]) -> list[int]:
-    """Returns in how many parts each dimension is split; 1 for axes that the mesh lacks."""
-    parts = [1] * ndim
-    for dim, entry in enumerate(entries(spec)[:ndim]):
-        parts[dim] = math.prod(sizes.get(name, 1) for name in entry)
-    return parts
-
-
 def _joined(shape: tuple[int, ...], spec: Any, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the shape of a whole array from that of a shard."""
+    """Returns the shape of a whole array from the shape of a shard; axes that the mesh lacks do not split it."""
     if not isinstance(spec, PartitionSpec) or UNCONSTRAINED in spec.partitions:
         return shape
-    return tuple(size * count for size, count in zip(shape, _parts(len(shape), spec, sizes), strict=True))
-
-
-def _size_errors(
-    shard: tuple[int, ...], whole: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]
-) -> list[Finding]:
-    if _joined(shard, spec, sizes) == whole:
-        return []
-    what = (
-        f"{spec_repr(spec)} puts shards of {shape_text(shard)} together to {shape_text(_joined(shard, spec, sizes))}, "
-        f"and was decided for {shape_text(whole)}"
-    )
-    return [Finding("error", "misfit", what, "", "Return shards that are split so, or write the spec out", whole)]
+    parts = (math.prod(sizes.get(name, 1) for name in entry) for entry in entries(spec))
+    return tuple(size * count for size, count in itertools.zip_longest(shape, parts, fillvalue=1))[: len(shape)]
