@@ -12,7 +12,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -132,40 +131,6 @@ def test_the_mesh_in_force_is_part_of_the_cache_key() -> None:
         with jax.set_mesh(mesh):
             assert run(jnp.ones(8)).sharding == NamedSharding(mesh, P("data"))
     assert counter.traces == 2
-
-
-def test_modules_states_and_static_results_go_through() -> None:
-    model = eqx.nn.MLP(8, 8, 64, 2, key=jax.random.key(0))
-    optim = optax.adamw(1e-3)
-    plan = RULE.plan(eqx.filter(model, eqx.is_array), MESH)
-
-    @sr.filter_jit(
-        mesh=MESH,
-        in_shardings=(RULE, plan.mirror, P("data")),
-        out_shardings=(RULE, plan.mirror, P(), None),
-        donate=(0, "state"),
-    )
-    def step(model: eqx.nn.MLP, state: Any, x: Any) -> tuple[Any, ...]:
-        def loss_of(model: eqx.nn.MLP) -> Any:
-            return jnp.mean(jax.vmap(model)(x) ** 2)
-
-        loss, grads = eqx.filter_value_and_grad(loss_of)(model)
-        updates, state = optim.update(grads, state, eqx.filter(model, eqx.is_array))
-        return eqx.apply_updates(model, updates), state, loss, "done"
-
-    model = sr.filter_shard(model, RULE, MESH)
-    state = sr.filter_init(optim.init, plan.mirror, MESH)(eqx.filter(model, eqx.is_array))
-    losses: list[float] = []
-    for _ in range(3):
-        before = model
-        model, state, loss, word = step(model, state, np.ones((8, 8), np.float32))
-        losses.append(float(loss))
-        assert before.layers[0].weight.is_deleted()  # it was given away
-        assert word == "done"
-    assert losses[0] > losses[1] > losses[2]
-    assert model.layers[0].weight.sharding.spec == P("data", None)
-    assert state[0].mu.layers[0].weight.sharding.spec == P("data", None)
-    assert vars(step)["__name__"] == "step"
 
 
 @pytest.mark.parametrize(
@@ -447,12 +412,6 @@ def test_all_except_first_donates_the_module_as_in_equinox() -> None:
         model = sr.filter_shard(Scale(jnp.ones(8), Counter()), P(), MESH)
         sr.filter_jit(model, donate="all-except-first", **options)(sr.filter_shard(jnp.ones(8), P(), MESH))
         assert model.w.is_deleted()
-
-
-def test_arguments_donated_by_name_need_no_mesh() -> None:
-    a, b = jnp.ones(8), jnp.ones(8)
-    sr.filter_jit(lambda a, b: (a + 1, b + 1), donate=["b"])(a, b)
-    assert [a.is_deleted(), b.is_deleted()] == [False, True]
 
 
 def test_donated_arguments_may_be_left_out() -> None:
