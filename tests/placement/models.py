@@ -23,51 +23,24 @@ FSDP = sr.FSDPShardingRule("data", min_size_mb=0)
 """Whatever divides, over the axis of the batch."""
 
 
-class Attention(eqx.Module):
-    """Causal self-attention."""
-
-    query: eqx.nn.Linear
-    key: eqx.nn.Linear
-    value: eqx.nn.Linear
-    out: eqx.nn.Linear
-    heads: int = eqx.field(static=True)
-
-    def __init__(self, width: int, heads: int, key: jax.Array) -> None:
-        keys = jax.random.split(key, 4)
-        self.query, self.key, self.value, self.out = (
-            eqx.nn.Linear(width, width, use_bias=False, key=subkey) for subkey in keys
-        )
-        self.heads = heads
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        length, width = x.shape
-        query, key, value = (
-            jax.vmap(part)(x).reshape(length, self.heads, width // self.heads)
-            for part in (self.query, self.key, self.value)
-        )
-        scores = jnp.einsum("qhd,khd->hqk", query, key) / jnp.sqrt(width // self.heads)
-        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
-        mixed = jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), value)
-        return jax.vmap(self.out)(mixed.reshape(length, width))
-
-
 class Block(eqx.Module):
     """Attention and an MLP, each after a norm and beside a skip."""
 
     norms: list[eqx.nn.LayerNorm]
-    attention: Attention
+    attention: eqx.nn.MultiheadAttention
     up: eqx.nn.Linear
     down: eqx.nn.Linear
 
     def __init__(self, width: int, heads: int, key: jax.Array) -> None:
         attention, up, down = jax.random.split(key, 3)
         self.norms = [eqx.nn.LayerNorm(width), eqx.nn.LayerNorm(width)]
-        self.attention = Attention(width, heads, attention)
+        self.attention = eqx.nn.MultiheadAttention(heads, width, key=attention)
         self.up = eqx.nn.Linear(width, 4 * width, key=up)
         self.down = eqx.nn.Linear(4 * width, width, key=down)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.attention(jax.vmap(self.norms[0])(x))
+        normed, mask = jax.vmap(self.norms[0])(x), jnp.tril(jnp.ones((len(x), len(x)), bool))
+        x = x + self.attention(normed, normed, normed, mask)
         hidden = jax.nn.gelu(jax.vmap(self.up)(jax.vmap(self.norms[1])(x)))
         return x + jax.vmap(self.down)(hidden)
 
@@ -184,22 +157,16 @@ def _tokens() -> tuple[np.ndarray, np.ndarray]:
 @final
 @attrs.frozen
 class Task:
-    """A model to train.
-
-    **Arguments:**
-
-    - `name`: of the model.
-    - `make`: from a random key to the module and its state.
-    - `loss`: from module, state and batch to the loss and the next state.
-    - `batch`: makes a batch, whose arrays all begin with the dimension of the examples.
-    - `tensor_parallel`: rules that split it over "model".
-    """
+    """A model to train."""
 
     name: str
     make: Callable[[jax.Array], Made]
+    """From a random key to the module and its state."""
     loss: Callable[[Any, Any, Any], tuple[jax.Array, Any]]
+    """From module, state and batch to the loss and the next state."""
     batch: Callable[[], Any]
     tensor_parallel: sr.ShardingRule
+    """Rules that split it over "model"."""
 
 
 def _stateless(module: Callable[[jax.Array], eqx.Module]) -> Callable[[jax.Array], Made]:
@@ -247,8 +214,8 @@ TASKS = (
         _tokens,
         sr.RegexShardingRule(
             [
-                (r"(query|key|value|up)/weight|up/bias", COLUMN),
-                (r"(out|down)/weight", ROW),
+                (r"(query_proj|key_proj|value_proj|up)/weight|up/bias", COLUMN),
+                (r"(output_proj|down)/weight", ROW),
                 (r"embedding|head", COLUMN),
             ]
         ),
