@@ -54,8 +54,6 @@ class NamedObject:
         bound, key_names = self._bind()
 
         def call(key: Any) -> Any:
-            if bound is None:
-                return self.value(*(self.args or ()), **self.kwargs)
             bound.arguments.update(dict.fromkeys(key_names, key))
             return self.value(*bound.args, **bound.kwargs)
 
@@ -70,15 +68,12 @@ class NamedObject:
         with user_code(self.text):
             return self.value(*(self.args or ()), **self.kwargs)
 
-    def _bind(self) -> tuple[inspect.BoundArguments | None, list[str]]:
+    def _bind(self) -> tuple[inspect.BoundArguments, list[str]]:
         """The arguments that were written, and the names of the parameters to fill with random keys."""
         try:
             signature = inspect.signature(self.value)
             bound = signature.bind_partial(*(self.args or ()), **self.kwargs)
-        except ValueError:
-            # Some functions that are not written in Python have no signature.
-            return None, []
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # some functions of C have no signature
             raise UsageError(f"cannot call {self.text}: {one_line(error)}") from error
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         unbound = [

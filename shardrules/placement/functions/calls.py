@@ -110,10 +110,6 @@ class Result:
     """For each array that is written to an argument, the index of the array of the call that it takes the place of, if
     the two have one shape."""
 
-    def tree(self, arrays: Iterable[Any]) -> Any:
-        """Returns the result with these arrays in it."""
-        return self.tree_and_writes(arrays)[0]
-
     def tree_and_writes(self, arrays: Iterable[Any]) -> tuple[Any, dict[int, Any]]:
         """Returns the result with these arrays in it, and what to write to variables of the arguments."""
         rest = iter(arrays)

@@ -94,7 +94,9 @@ def compile_call(
     except Exception as error:  # JAX has no public class for errors about shardings
         _add_hint(error, meshes)
         raise
-    parts = result_parts(result.tree(traced.out_info), options.out_shardings, "filter_jit", "out_shardings")
+    parts = result_parts(
+        result.tree_and_writes(traced.out_info)[0], options.out_shardings, "filter_jit", "out_shardings"
+    )
     out_shardings = _shardings(parts, options.mesh)
     # What is written to an argument is where `in_shardings` has the argument.
     out_shardings += [None if source is None else shardings[source] for source in result.sources]
