@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
-import attrs
 import jax
 import numpy as np
 
@@ -26,28 +25,18 @@ from shardrules.core.storage.records import read_json
 from shardrules.presets.huggingface.shapes import checkpoint_shapes, head_dim_of
 
 
-@final
-@attrs.frozen
-class Checkpoint:
-    """The arrays of a checkpoint as a tree of shapes."""
-
-    tree: Any
-    head_dim: int | None = None
-    """The size of an attention head, where a `config.json` says it."""
-
-
-def load_orbax_shapes(path: Path) -> Checkpoint:
+def load_orbax_shapes(path: Path) -> Any:
     """Returns the arrays that an orbax checkpoint describes."""
     try:
         stored = read_orbax_metadata(path)
     except CheckpointError as error:
         raise UsageError(one_line(error)) from error
     # Strings take no memory.
-    return Checkpoint(_nested({name: array for name, array in stored.items() if array.dtype is not None}, path))
+    return _nested({name: array for name, array in stored.items() if array.dtype is not None}, path)
 
 
-def load_safetensors_shapes(path: Path) -> Checkpoint:
-    """Returns the tensors in the headers of a file, an index or a folder.
+def load_safetensors_shapes(path: Path) -> tuple[Any, int | None]:
+    """Returns the tensors in the headers of a file, an index or a folder, and the size of an attention head, if known.
 
     The data after a header is not read, and may be missing. Where an index has no file beside it, shapes follow from
     the model's `config.json`.
@@ -70,7 +59,7 @@ def load_safetensors_shapes(path: Path) -> Checkpoint:
     # One name has a dot where another has a slash.
     clash = len(dict.fromkeys(paths.values())) < len(paths)
     arrays = {name if clash else paths[name]: array for name, array in stored.items()}
-    return Checkpoint(_nested(arrays, path), head_dim_of(config))
+    return _nested(arrays, path), head_dim_of(config)
 
 
 def _lonely_index(path: Path) -> SafetensorsIndex | None:

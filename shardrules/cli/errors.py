@@ -15,14 +15,7 @@ class UsageError(ShardRulesError, ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the message of an error as one line of at most 300 characters, or its class if it has none.
-
-    ```python
-    from shardrules.cli.errors import one_line
-
-    assert one_line(ValueError("unknown axis\\n    -> use another")) == "unknown axis -> use another"
-    ```
-    """
+    """Returns the message of an error as one line of at most 300 characters, or its class if it has none."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1].rstrip()}…"
 

@@ -18,15 +18,6 @@ def faults(findings: Iterable[Finding], state: Iterable[Finding] = ()) -> tuple[
 
     Dimensions of one size that one axis does not divide are one fault. What a state has of its weights counts with
     them. What JAX would make of a spec that does not divide is left out: the spec has to change.
-
-    ```python
-    from shardrules.cli.faults import faults
-    from shardrules.core.check import check_spec
-
-    up = list(check_spec("up", (8, 6), P(None, "model"), {"model": 4}))
-    mu = list(check_spec("optimizer/0/mu/up", (8, 6), P(None, "model"), {"model": 4}))
-    assert [(fault.path, fault.count) for fault in faults(up, mu)] == [("up", 2)]
-    ```
     """
     groups: dict[object, list[Finding]] = {}
     for finding in _with_moments(merged(_without_weaker(findings)), merged(_without_weaker(state))):

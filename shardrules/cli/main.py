@@ -17,7 +17,7 @@ from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.interrupt import INTERRUPTED
 from shardrules.cli.registry import COMMANDS, load_command
 from shardrules.cli.terminal import complain, emit
-from shardrules.core.errors import PlanError, RulesFileError, ShardRulesError, printable, suggest
+from shardrules.core.errors import DoesNotFitError, PlanError, RulesFileError, ShardRulesError, printable, suggest
 
 
 def top_parser() -> argparse.ArgumentParser:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ShardRulesError, OSError) as error:
         if shows_traceback:
             emit(Text(traceback.format_exc().rstrip()), is_error=True)
-        if isinstance(error, PlanError):
+        if isinstance(error, PlanError | DoesNotFitError):
             complain(str(error))
             return FINDINGS
         # Only errors about files of rules have several lines.

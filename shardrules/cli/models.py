@@ -8,20 +8,18 @@ from typing import Any, final
 import attrs
 import jax
 
-from shardrules.cli.checkpoints import Checkpoint, load_orbax_shapes, load_safetensors_shapes
+from shardrules.cli.checkpoints import load_orbax_shapes, load_safetensors_shapes
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import named_path, read_text
 from shardrules.cli.objects import NamedObject, has_arrays, load_object
-from shardrules.core.errors import PlanError
+from shardrules.core.errors import PlanError, ReportError
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.storage.records import Format, is_cut_off
 from shardrules.core.storage.records import read_json as parse_json
 from shardrules.programs.autoplan.answer.version import AUTOPLAN, TRAINING_PLAN
 from shardrules.rules.text import is_object_name
 
-FORMS = (
-    "a model is module:function, file.py:function, a .safetensors file or index, an orbax checkpoint, or a plan's JSON"
-)
+FORMS = "module:function, file.py:function, a .safetensors file or index, an orbax checkpoint, or a plan's JSON"
 """The forms of a model, for messages."""
 
 _ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
@@ -43,7 +41,7 @@ class Model:
 def load_model(text: str) -> Model:
     """Loads a model from its name on the command line. Only shapes are read or computed."""
     if not text:
-        raise UsageError(f"the name of the model is empty: {FORMS}")
+        raise UsageError(f"the name of the model is empty: a model is {FORMS}")
     path = named_path(text)
     # A file with a colon in its name is still a file.
     if not path.exists() and is_object_name(text):
@@ -51,7 +49,7 @@ def load_model(text: str) -> Model:
     if path.is_dir():
         return _from_folder(path)
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
-        return _from_checkpoint(path, load_safetensors_shapes(path))
+        return _from_safetensors(path)
     if path.suffix == ".json":
         plan = read_plan(path)
         return Model(path.name, tree_of(plan), plan)
@@ -60,8 +58,8 @@ def load_model(text: str) -> Model:
     if not path.exists():
         open_part = text.count("(") != text.count(")")
         cause = "has parentheses that do not match" if open_part else "does not exist"
-        raise UsageError(f"{text} {cause}: {FORMS}")
-    raise UsageError(f"cannot read {text} as a model: {FORMS}")
+        raise UsageError(f"{text} {cause}: a model is {FORMS}")
+    raise UsageError(f"cannot read {text} as a model: a model is {FORMS}")
 
 
 PLANS = Format("shardrules_plans", 1)
@@ -126,6 +124,21 @@ def read_json(path: Path, text: str) -> Any:
         raise UsageError(f"{path} is not JSON: {error}") from error
 
 
+def read_report(file: Path, kind: Any, command: str) -> Any:
+    """Reads the report that a command wrote as JSON, of the class `kind`."""
+    text = read_text(file)
+    data = read_json(file, text)
+    if not isinstance(data, dict) or f"shardrules_{command.replace('-', '_')}" not in data:
+        document = kind_of(data)
+        cause = f"{file} is {document}, not" if document else f"{file} is not"
+        raise UsageError(f"--{command}: {cause} what shardrules {command} -o writes")
+    try:
+        return kind.from_json(text)
+    except ReportError as error:
+        hint = f"write one with shardrules {command} -o {file.name}"
+        raise UsageError(f"--{command} {file}: {one_line(error)}; {hint}") from error
+
+
 def tree_of(plan: ShardingPlan) -> Any:
     """Returns the arrays of a plan as a dictionary of shapes by path."""
     return collections.OrderedDict((leaf.path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) for leaf in plan.leaves)
@@ -143,12 +156,13 @@ def _from_code(named: NamedObject) -> Model:
 def _from_folder(path: Path) -> Model:
     names = [file.name for file in path.iterdir()]
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
-        return _from_checkpoint(path, load_safetensors_shapes(path))
+        return _from_safetensors(path)
     if any(name in _ORBAX for name in names) or any((path / name / "_METADATA").exists() for name in names):
-        return _from_checkpoint(path, load_orbax_shapes(path))
+        return Model(path.name, load_orbax_shapes(path))
     content = f"has {', '.join(sorted(names)[:3])}{' ...' * (len(names) > 3)}" if names else "is empty"
-    raise UsageError(f"the folder {path} {content}: neither .safetensors nor an orbax checkpoint; {FORMS}")
+    raise UsageError(f"the folder {path} {content}: neither .safetensors nor an orbax checkpoint; a model is {FORMS}")
 
 
-def _from_checkpoint(path: Path, checkpoint: Checkpoint) -> Model:
-    return Model(path.name, checkpoint.tree, head_dim=checkpoint.head_dim)
+def _from_safetensors(path: Path) -> Model:
+    tree, head_dim = load_safetensors_shapes(path)
+    return Model(path.name, tree, head_dim=head_dim)

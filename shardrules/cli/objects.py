@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, final
@@ -54,12 +54,10 @@ class NamedObject:
         bound, key_names = self._bind()
 
         def call(key: Any) -> Any:
-            if bound is None:
-                return self.value(*(self.args or ()), **self.kwargs)
             bound.arguments.update(dict.fromkeys(key_names, key))
             return self.value(*bound.args, **bound.kwargs)
 
-        with self._errors_in_one_line():
+        with user_code(self.text):
             # An abstract key: no random number is ever drawn.
             return eqx.filter_eval_shape(call, jax.eval_shape(lambda: jax.random.key(0)))
 
@@ -67,28 +65,15 @@ class NamedObject:
         """Returns the result of calling it, or the object itself if it is not a function."""
         if not self.is_function:
             return self.value
-        with self._errors_in_one_line():
+        with user_code(self.text):
             return self.value(*(self.args or ()), **self.kwargs)
 
-    @contextlib.contextmanager
-    def _errors_in_one_line(self) -> Iterator[None]:
-        """Whatever user code raises becomes a `UsageError` of one line."""
-        try:
-            # Stdout may be JSON: what user code prints must not mix in.
-            with contextlib.redirect_stdout(sys.stderr):
-                yield
-        except (Exception, SystemExit) as error:
-            raise UsageError(f"{self.text} raised {describe_error(error)}") from error
-
-    def _bind(self) -> tuple[inspect.BoundArguments | None, list[str]]:
+    def _bind(self) -> tuple[inspect.BoundArguments, list[str]]:
         """The arguments that were written, and the names of the parameters to fill with random keys."""
         try:
             signature = inspect.signature(self.value)
             bound = signature.bind_partial(*(self.args or ()), **self.kwargs)
-        except ValueError:
-            # Some functions that are not written in Python have no signature.
-            return None, []
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # some functions of C have no signature
             raise UsageError(f"cannot call {self.text}: {one_line(error)}") from error
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         unbound = [
@@ -146,20 +131,19 @@ def _load_module(name: str, text: str) -> ModuleType:
             raise UsageError(f"{name} is a folder: name a file in it, {example}")
         if not file.is_file():
             raise missing_file(file)
-        return _import(lambda: _module_from_file(file), name)
+        with user_code(f"importing {name}"):
+            return _module_from_file(file)
     # Modules in the current folder can be named, as with `python -m`.
     if "" not in sys.path:
         sys.path.insert(0, "")
-    try:
-        exists = importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        exists = False
-    except Exception as error:
-        # Importing a parent package may raise anything.
-        raise UsageError(f"importing {name} raised {describe_error(error)}") from error
-    if not exists:
-        raise UsageError(f"module {name!r} is neither installed nor in this folder; for a file, write file.py:name")
-    return _import(lambda: importlib.import_module(name), name)
+    with user_code(f"importing {name}"):
+        try:
+            exists = importlib.util.find_spec(name) is not None  # it imports the parent package
+        except (ImportError, ValueError):
+            exists = False
+        if not exists:
+            raise UsageError(f"module {name!r} is neither installed nor in this folder; for a file, write file.py:name")
+        return importlib.import_module(name)
 
 
 def _module_from_file(file: Path) -> ModuleType:
@@ -227,23 +211,33 @@ def _module_in_package(file: Path, package: tuple[str, ...]) -> ModuleType:
     return module
 
 
-def _import(load: Callable[[], ModuleType], name: str) -> ModuleType:
+def import_extra(name: str, user: str, extra: str) -> ModuleType:
+    """Imports a library that an extra installs; a `UsageError` says that `user` needs it."""
     try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UsageError(f'{user} needs {name}: pip install "shardrules[{extra}]"') from error
+
+
+@contextlib.contextmanager
+def user_code(name: str, passed: type[Exception] = UsageError) -> Iterator[None]:
+    """Turns whatever code of the user's raises, apart from `passed` errors, into a `UsageError` of one line."""
+    try:
+        # Stdout may be JSON: what user code prints must not mix in.
         with contextlib.redirect_stdout(sys.stderr):
-            return load()
-    except UsageError:
+            yield
+    except passed:
         raise
     except (Exception, SystemExit) as error:
-        # User code may raise anything, or end the process.
-        raise UsageError(f"importing {name} raised {describe_error(error)}") from error
+        raise UsageError(f"{name} raised {_described(error)}") from error
 
 
-def describe_error(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     """Returns one line with the class, the message and the user's line of an error that user code raised."""
     if isinstance(error, SyntaxError) and error.filename:
         location = f" (at {Path(error.filename).name}:{error.lineno})"
     else:
-        libraries = ("shardrules", "jax", "equinox", "importlib", "jaxtyping")
+        libraries = ("shardrules", "jax", "equinox", "importlib", "jaxtyping", "optax")
         # The innermost frame outside of libraries is the line that the user can fix.
         frames = [
             frame
@@ -258,15 +252,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def load_shapes(text: str) -> Any:
-    """Returns the tree that `module:function` returns, as shapes, or the arrays in `"int32[8,16], float32[8]"`.
-
-    ```python
-    from shardrules.cli.objects import load_shapes
-
-    assert load_shapes("float32[8,16]").shape == (8, 16)
-    assert [leaf.dtype.name for leaf in load_shapes("int32[8], bfloat16[8,2]")] == ["int32", "bfloat16"]
-    ```
-    """
+    """Returns the tree that `module:function` returns, as shapes, or the arrays in `"int32[8,16], float32[8]"`."""
     if "[" in text and ":" not in text:
         return _read_shapes(text)
     if OBJECT_NAME.fullmatch(text) is None:

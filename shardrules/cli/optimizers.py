@@ -1,16 +1,12 @@
 """Optimizers by name, for the bytes of their state."""
 
-import contextlib
-import importlib
-import sys
-from types import ModuleType
 from typing import Any
 
 import equinox as eqx
 import jax
 
-from shardrules.cli.errors import UsageError, one_line
-from shardrules.cli.objects import describe_error, load_object
+from shardrules.cli.errors import UsageError
+from shardrules.cli.objects import import_extra, load_object, user_code
 from shardrules.core.errors import ShardRulesError, suggest
 from shardrules.core.tree import array_kind
 from shardrules.rules.text import is_object_name, parse_op
@@ -53,12 +49,8 @@ def optimizer_state(text: str, params: Any) -> Any:
         params, lambda leaf: array_kind(leaf) is not None and jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
     )
     init = load_optimizer(text).init
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            return eqx.filter_eval_shape(init, weights)
-    except Exception as error:
-        # Optax checks few of its arguments, so they may raise anything; so may the user's code.
-        raise UsageError(f"--optimizer {text} raised {describe_error(error)}") from error
+    with user_code(f"--optimizer {text}"):
+        return eqx.filter_eval_shape(init, weights)
 
 
 def load_optimizer(text: str) -> Any:
@@ -92,7 +84,7 @@ def _optimizer_of_optax(text: str) -> Any:
             f"--optimizer {text}: unknown optimizer {name!r}{near}; the optimizers are {', '.join(OPTIMIZERS)}, or "
             "module:name for your own"
         )
-    optax = _import_optax()
+    optax = import_extra("optax", "--optimizer", "examples")
     if name == "momentum":
         name, kwargs = "sgd", {"momentum": 0.9, **kwargs}
     # New optimizers begin in optax.contrib.
@@ -102,15 +94,5 @@ def _optimizer_of_optax(text: str) -> Any:
     # A positional argument is the learning rate, whose value does not change the shapes.
     if not args:
         kwargs = {"learning_rate": 1e-3, **kwargs}
-    try:
+    with user_code(f"--optimizer {text}"):  # optax checks few of its arguments
         return getattr(module, name)(*args, **kwargs)
-    except Exception as error:
-        # Optax checks few of its arguments, so they may raise anything.
-        raise UsageError(f"--optimizer {text} raised {type(error).__name__}: {one_line(error)}") from error
-
-
-def _import_optax() -> ModuleType:
-    try:
-        return importlib.import_module("optax")
-    except ImportError as error:
-        raise UsageError('--optimizer needs optax: pip install "shardrules[examples]"') from error

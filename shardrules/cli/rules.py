@@ -12,11 +12,10 @@ from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import named_path, read_text
 from shardrules.cli.models import is_of_arguments, read_plan
 from shardrules.cli.objects import NamedObject, load_object
-from shardrules.core.axes import mesh_text
 from shardrules.core.errors import RulesFileError, ShardRulesError, suggest
 from shardrules.core.rule import ShardingRule
 from shardrules.rules.files.reader import read_rules_file
-from shardrules.rules.files.rules_file import Limits, RulesFile
+from shardrules.rules.files.rules_file import RulesFile
 from shardrules.rules.named_axes import named_axes
 from shardrules.rules.regex import RegexShardingRule
 from shardrules.rules.text import is_object_name, parse_rule
@@ -27,42 +26,27 @@ _NAME = re.compile(r"\s*\w+\s*")
 @final
 @attrs.frozen
 class LoadedRules:
-    """Rules that the command line named, with what else their file says."""
+    """Rules that the command line named."""
 
-    rule: ShardingRule
-    file: RulesFile | None = None
-    """The TOML file that they come from, if any."""
+    file: RulesFile
+    """The rules, and what else their file says, if they come from one."""
     is_for_step: bool = False
     """The rules are for all arguments of a step, as a plan from autoplan is, and not for a model."""
 
-    @property
-    def mesh(self) -> AbstractMesh | None:
-        """The mesh of the file."""
-        return None if self.file is None else self.file.mesh
-
-    @property
-    def optimizer(self) -> str | None:
-        """The optimizer of the file."""
-        return None if self.file is None else self.file.optimizer
-
-    @property
-    def limits(self) -> Limits:
-        """The limits of the file; none for rules from elsewhere."""
-        return Limits() if self.file is None else self.file.limits
-
     def check_axes(self, mesh: AbstractMesh) -> None:
         """Raises a `UsageError` with the line and the key path of each axis in the file that a mesh lacks."""
-        if self.file is not None:
-            self.check_axis_names(mesh.axis_names, f"the mesh is {mesh_text(mesh)}")
+        try:
+            self.file.check_axes(mesh)
+        except RulesFileError as error:
+            raise UsageError(str(error)) from error
 
     def check_axis_names(self, names: Sequence[str], reason: str) -> None:
         """Raises a `UsageError` for axes that are not among `names`, with their places in the file, if there is one."""
         try:
-            if self.file is not None:
-                self.file.check_axis_names(names, reason)
+            self.file.check_axis_names(names, reason)
         except RulesFileError as error:
             raise UsageError(str(error)) from error
-        unknown = [name for name in dict.fromkeys(named_axes(self.rule)) if name not in names]
+        unknown = [name for name in dict.fromkeys(named_axes(self.file.rules)) if name not in names]
         if unknown:
             listing = ", ".join(f"{name!r}{suggest(name, names)}" for name in unknown)
             raise UsageError(f"unknown axis {listing}; {reason}. Correct the rules, or drop it with FittedShardingRule")
@@ -74,13 +58,13 @@ def load_rules(text: str) -> LoadedRules:
     if path.suffix == ".toml":
         return _from_file(path)
     if path.suffix == ".json":
-        return LoadedRules(read_plan(path).as_rule(), is_for_step=is_of_arguments(read_text(path)))
+        return LoadedRules(RulesFile(read_plan(path).as_rule()), is_for_step=is_of_arguments(read_text(path)))
     # A folder, or a file of another kind, can never be rules: one of this name hides no object and no rule.
     if is_object_name(text) and (path.is_dir() or not path.exists()):
-        return LoadedRules(_from_code(load_object(text)))
+        return LoadedRules(RulesFile(_from_code(load_object(text))))
     if any(char in text for char in "('|") or _NAME.fullmatch(text):
         try:
-            return LoadedRules(parse_rule(text))
+            return LoadedRules(RulesFile(parse_rule(text)))
         except ShardRulesError as error:
             if not path.exists():
                 raise UsageError(f"--rules: {one_line(error)}") from error
@@ -94,10 +78,9 @@ def load_rules(text: str) -> LoadedRules:
 
 def _from_file(path: Path) -> LoadedRules:
     try:
-        file = read_rules_file(path)
+        return LoadedRules(read_rules_file(path))
     except RulesFileError as error:
         raise UsageError(str(error)) from error
-    return LoadedRules(file.rules, file)
 
 
 def _from_code(named: NamedObject) -> ShardingRule:

@@ -5,10 +5,7 @@ Only shapes are made.
 """
 
 import argparse
-import contextlib
-import inspect
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, final
 
 import attrs
@@ -17,12 +14,13 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import named_path
-from shardrules.cli.objects import describe_error, has_arrays, load_object
+from shardrules.cli.objects import has_arrays, load_object
 from shardrules.cli.rules import LoadedRules
 from shardrules.cli.subject import make_plan
-from shardrules.core.errors import ConfigError, DoesNotFitError, HardwareError, PlanError, ShardRulesError, suggest
+from shardrules.core.errors import ConfigError, HardwareError, suggest
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.tree import array_kind
+from shardrules.programs.compiling.arguments import argument_names
 from shardrules.programs.machine.hardware import Hardware, sheets
 
 
@@ -38,16 +36,8 @@ class Step:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the arguments; their indices where the function has no signature."""
-        try:
-            bound = inspect.signature(self.fn).bind(*self.args).arguments
-        except (TypeError, ValueError):
-            return tuple(map(str, range(len(self.args))))
-        names: list[str] = []
-        for name, value in bound.items():
-            variadic = inspect.signature(self.fn).parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
-            names += [f"{name}/{index}" for index in range(len(value))] if variadic else [name]
-        return tuple(names[: len(self.args)])
+        """The names of the arguments."""
+        return tuple(argument_names(self.fn, len(self.args)))
 
     def index_of(self, name: str, option: str) -> int:
         """Returns the index of an argument. `option` is where its name was written, for the message."""
@@ -55,10 +45,6 @@ class Step:
             near = suggest(name, self.names)
             raise UsageError(f"{option}: unknown argument {name!r}{near}; the arguments are {', '.join(self.names)}")
         return self.names.index(name)
-
-    def traced(self) -> contextlib.AbstractContextManager[None]:
-        """Turns whatever the function raises while it is traced into one line with its location."""
-        return errors_in_one_line(self.text, "the step")
 
     def parameters(self, path: str | None) -> tuple[int | None, Any]:
         """Returns the argument, or the part of one (`"state/model"`), that rules are for, after the argument's index.
@@ -93,10 +79,10 @@ class Step:
         rules.check_axes(mesh)
         # Paths of such a plan begin with the index of an argument.
         if rules.is_for_step:
-            plan = make_plan(rules.rule, self.args, mesh).check()
+            plan = make_plan(rules.file.rules, self.args, mesh).check()
             return plan, plan.specs, ()
         params_index, params = self.parameters(params_path)
-        plan = make_plan(rules.rule, params, mesh).check()
+        plan = make_plan(rules.file.rules, params, mesh).check()
         axes = tuple(name.strip() for name in batch.split(",")) if batch else ()
         if len(dict.fromkeys(axes)) < len(axes):
             raise UsageError(f"--batch {batch}: an axis can be named only once")
@@ -124,11 +110,9 @@ class Step:
 
 def _child(value: Any, name: str, path: str) -> Any:
     """The child of a tree node under a name: a field, a key, or an index."""
-    children: dict[str, Any] = {}
     # One level only: everything below the node counts as a leaf.
     flat, _ = jtu.tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
-    for (key,), child in ((key_path, child) for key_path, child in flat if key_path):
-        children[str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))))] = child
+    children = {jtu.keystr(keys, simple=True): child for keys, child in flat if keys}
     if name not in children:
         near = suggest(name, children)
         raise UsageError(f"--params {path}: unknown part {name!r}{near}; the parts are {', '.join(children) or 'none'}")
@@ -138,21 +122,6 @@ def _child(value: Any, name: str, path: str) -> Any:
 def _batch_specs(tree: Any, axes: tuple[str, ...]) -> Any:
     spec = PartitionSpec(axes) if axes else PartitionSpec()
     return jtu.tree_map(lambda leaf: spec if array_kind(leaf) is not None and leaf.shape else PartitionSpec(), tree)
-
-
-@contextlib.contextmanager
-def errors_in_one_line(text: str, what: str) -> Iterator[None]:
-    """Turns whatever a user's function raises into one line with its location."""
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    except DoesNotFitError as error:
-        raise PlanError(str(error)) from error
-    except ShardRulesError:
-        raise
-    except (Exception, SystemExit) as error:
-        # User code may raise anything.
-        raise UsageError(f"{text}: {what} raised {describe_error(error)}") from error
 
 
 def load_step(text: str) -> Step:

@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh
 
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.faults import STATE, faults
-from shardrules.cli.models import Model, load_model
-from shardrules.cli.objects import describe_error
+from shardrules.cli.models import FORMS, Model, load_model
+from shardrules.cli.objects import user_code
 from shardrules.cli.optimizers import optimizer_state
 from shardrules.cli.rules import LoadedRules, load_rules
 from shardrules.cli.terminal import working
@@ -80,32 +80,20 @@ class Subject:
 
 def add_subject(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `load_subject` reads."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="module:function, file.py:function, a safetensors file or index, an orbax checkpoint, or a plan's JSON",
-    )
+    add_model(parser)
     add_rules(parser)
     parser.add_argument("--optimizer", metavar="NAME", help="adds its state: adamw, lion, sgd, module:name, ...")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument that names a model."""
+    parser.add_argument("model", metavar="MODEL", help=FORMS)
 
 
 def add_rules(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name rules and a mesh."""
     parser.add_argument("--rules", metavar="RULES", help="file.toml, module:rules, hf, or \"fsdp('data')\"")
     parser.add_argument("--mesh", metavar="MESH", help="axes and sizes, data:16,model:4; no devices needed")
-
-
-@final
-@attrs.frozen
-class _Inputs:
-    """Everything that the arguments of a command name, read before anything is planned."""
-
-    model: Model
-    rule: ShardingRule | None
-    """`None` where the model is a plan, to be used as it is."""
-    mesh: AbstractMesh | None
-    optimizer: str
-    state: Any
 
 
 def read_rules(args: argparse.Namespace) -> LoadedRules | None:
@@ -116,43 +104,43 @@ def read_rules(args: argparse.Namespace) -> LoadedRules | None:
 def load_subject(args: argparse.Namespace, rules: LoadedRules | None = None) -> Subject:
     """Reads the arguments, and plans; `rules` are the result of `read_rules`, if they have been read."""
     with working(f"loading {args.model}"):
-        inputs = _read_inputs(args, rules or read_rules(args))
+        rules = rules or read_rules(args)
+        model = load_model(args.model)
+        mesh = _mesh_of(args, rules, model)
+        optimizer = args.optimizer if rules is None else args.optimizer or rules.file.optimizer
+        state = None if optimizer is None else optimizer_state(optimizer, model.tree)
     with working(f"planning {args.model}"):
-        if inputs.rule is None:
-            assert inputs.model.plan is not None
-            plan = inputs.model.plan
-        else:
-            assert inputs.mesh is not None
-            plan = make_plan(inputs.rule, inputs.model.tree, inputs.mesh)
-        state = plan.mirror(inputs.state) if inputs.optimizer else None
-        return Subject(inputs.model.name, plan, inputs.optimizer, state)
+        plan = _plan(model, rules, mesh)
+        return Subject(model.name, plan, optimizer or "", None if state is None else plan.mirror(state))
 
 
-def _read_inputs(args: argparse.Namespace, rules: LoadedRules | None) -> _Inputs:
-    model = load_model(args.model)
+def _mesh_of(args: argparse.Namespace, rules: LoadedRules | None, model: Model) -> AbstractMesh | None:
+    """The mesh on the command line, else the rules' own, else the plan's; `None` where a plan is used as it is."""
     mesh = None if args.mesh is None else read_mesh(args.mesh)
-    rule: ShardingRule | None = None
-    optimizer = args.optimizer
-    if rules is not None:
-        rule = rules.rule if model.head_dim is None else with_head_dim(rules.rule, model.head_dim)
-        optimizer = optimizer or rules.optimizer
-        # The mesh on the command line wins over the rules' mesh, and the rules' mesh over the plan's.
-        if mesh is None:
-            mesh = rules.mesh
-        if mesh is None and model.plan is not None and model.plan.mesh is not None:
-            mesh = read_mesh(mesh_text(model.plan.mesh))
-        if mesh is None:
-            raise UsageError("no mesh: pass --mesh data:16,model:4, axes and sizes; no devices are needed")
-        rules.check_axes(mesh)
-    elif model.plan is None:
-        raise UsageError(
-            "no rules: pass --rules file.toml, --rules module:rules, or a rule as text; to start, --rules auto"
-        )
-    elif mesh is not None:
-        # The same decisions on another mesh.
-        rule = model.plan.as_rule()
-    state = None if optimizer is None else optimizer_state(optimizer, model.tree)
-    return _Inputs(model, rule, mesh, optimizer or "", state)
+    if rules is None:
+        if model.plan is None:
+            raise UsageError(
+                "no rules: pass --rules file.toml, --rules module:rules, or a rule as text; to start, --rules auto"
+            )
+        return mesh
+    mesh = mesh or rules.file.mesh
+    if mesh is None and model.plan is not None and model.plan.mesh is not None:
+        mesh = read_mesh(mesh_text(model.plan.mesh))
+    if mesh is None:
+        raise UsageError("no mesh: pass --mesh data:16,model:4, axes and sizes; no devices are needed")
+    rules.check_axes(mesh)
+    return mesh
+
+
+def _plan(model: Model, rules: LoadedRules | None, mesh: AbstractMesh | None) -> ShardingPlan:
+    if mesh is None:
+        assert model.plan is not None
+        return model.plan
+    if rules is None:
+        assert model.plan is not None
+        return make_plan(model.plan.as_rule(), model.tree, mesh)  # the same decisions on another mesh
+    rule = rules.file.rules
+    return make_plan(rule if model.head_dim is None else with_head_dim(rule, model.head_dim), model.tree, mesh)
 
 
 def make_plan(
@@ -163,15 +151,11 @@ def make_plan(
 ) -> ShardingPlan:
     """Plans a tree; the plan may be unsound. Unknown axes and errors of the user's own rules are a `UsageError`."""
     try:
-        plan = planner(rule, tree, mesh)
+        with user_code("--rules: a rule", ShardRulesError):
+            plan = planner(rule, tree, mesh)
     except PlanError as error:
         _refuse_unknown_axes([finding for finding in error.findings if isinstance(finding, Finding)], mesh)
         raise
-    except ShardRulesError:
-        raise
-    except Exception as error:
-        # A rule of the user's own may raise anything.
-        raise UsageError(f"--rules: a rule raised {describe_error(error)}") from error
     _refuse_unknown_axes([finding for finding in plan.findings if finding.code == "unknown-axis"], mesh)
     return plan
 

@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import get_args
 
 from rich.console import Console
@@ -63,15 +63,7 @@ def complain_of(plan: ShardingPlan, codes: Sequence[str] | None = None) -> None:
 
 
 def finding_line(finding: Finding) -> str:
-    """Returns a finding as one line.
-
-    ```python
-    from shardrules.cli.terminal import finding_line
-
-    finding = sr.Finding("error", "indivisible", "6 over 4", "w", "pad it", (6,))
-    assert finding_line(finding) == "error indivisible: w (6,): 6 over 4 -> pad it"
-    ```
-    """
+    """Returns a finding as one line."""
     return " ".join(part.strip() for part in str(finding).splitlines())
 
 
@@ -121,19 +113,17 @@ def show_findings(findings: Sequence[Finding]) -> None:
             show(str(finding), STYLES[finding.severity])
 
 
-def emit_progress(line: str) -> None:
-    """Prints what a long command does to the standard error."""
-    emit(Text(printable(line), "dim"), is_error=True)
-
-
 @contextlib.contextmanager
-def working(task: str) -> Iterator[None]:
-    """Shows a spinner with the task and the elapsed time on a terminal; elsewhere nothing."""
+def working(task: str) -> Iterator[Callable[[str], None]]:
+    """Shows a spinner with the task and the elapsed time on a terminal, and ignores the steps that it is told of.
+
+    Elsewhere each step is a line on the standard error.
+    """
     console = Console(stderr=True)
     if not console.is_terminal or not sys.stderr.isatty():
-        yield
+        yield lambda step: emit(Text(printable(step), "dim"), is_error=True)
         return
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         progress.add_task(printable(task), total=None)
-        yield
+        yield lambda step: None

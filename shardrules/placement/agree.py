@@ -48,9 +48,8 @@ def check_same_plan(plan: ShardingPlan, *, timeout: float = 200) -> ShardingPlan
     """
     texts = exchange(json.dumps(_summary(plan)), _COMPARE, "check_same_plan", timeout)
     summaries = [json.loads(str(text)) for text in texts]
-    not_plans = [
-        f"process {process} passed a {summary['type']}" for process, summary in enumerate(summaries) if summary["type"]
-    ]
+    types = [(process, summary["type"]) for process, summary in enumerate(summaries) if summary["type"]]
+    not_plans = [f"process {process} passed a {name}" for process, name in types]
     if not_plans:
         error = DisagreementError if isinstance(plan, ShardingPlan) else ConfigTypeError
         raise error(
@@ -74,7 +73,6 @@ def check_same_plan(plan: ShardingPlan, *, timeout: float = 200) -> ShardingPlan
 
 
 def _summary(plan: object) -> dict[str, Any]:
-    """Returns what must be the same on every process, with hashes in place of long values."""
     if not isinstance(plan, ShardingPlan):
         return {"type": type(plan).__name__}
     facts = _mesh_facts(plan.mesh)
@@ -95,11 +93,7 @@ def _mesh_facts(mesh: AnyMesh | None) -> dict[str, Any]:
 
 def _distinct(values: list[Any]) -> list[Any]:
     """Returns each value once, without `None`, in the order of the processes."""
-    distinct: list[Any] = []
-    for value in values:
-        if value is not None and value not in distinct:
-            distinct.append(value)
-    return distinct
+    return [value for index, value in enumerate(values) if value is not None and value not in values[:index]]
 
 
 def _plan_lines(fingerprints: list[str], details: list[dict[str, Any]]) -> list[str]:
@@ -125,10 +119,9 @@ def _mesh_lines(fields: dict[str, list[Any]], details: list[dict[str, Any]]) -> 
 
 
 def _difference(left: list[Any], right: list[Any]) -> tuple[str, str]:
-    """Returns both lists as text; of long lists, a part that begins at the first difference."""
+    """Returns both lists as text, from their first difference on."""
     pairs = enumerate(zip(left, right, strict=False))
-    first = next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
-    start = first if max(len(left), len(right)) > _SHOWN else 0
+    start = next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
 
     def text(values: list[Any]) -> str:
         shown = ", ".join(map(str, values[start : start + _SHOWN]))

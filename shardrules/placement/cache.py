@@ -19,12 +19,18 @@ options as ours are (8,192 entries, two per call)."""
 
 @final
 @attrs.define(eq=False)
+class _Entry(Generic[_V]):
+    value: _V
+    last_use: int
+
+
+@final
+@attrs.define(eq=False)
 class Cache(Generic[_V]):
     """A dictionary that drops what was not used for longest once it is full. Threads may share it."""
 
     size: int = CACHE_SIZE
-    _values: dict[Hashable, _V] = attrs.field(factory=dict, init=False)
-    _last_uses: dict[int, int] = attrs.field(factory=dict, init=False)
+    _entries: dict[Hashable, _Entry[_V]] = attrs.field(factory=dict, init=False)
     _clock: Iterator[int] = attrs.field(factory=itertools.count, init=False)
     # Comparing keys runs code of users, which may call a compiled function in turn.
     _lock: threading.RLock = attrs.field(factory=threading.RLock, init=False)
@@ -32,57 +38,29 @@ class Cache(Generic[_V]):
     def get(self, key: Hashable) -> _V | None:
         """Returns the value under `key`, or `None`."""
         with self._lock:
-            value = self._values.get(key)
-            if value is not None:
-                # Keys hold a whole tree structure, and hashing one takes longest in a call: uses are counted by
-                # identity.
-                self._last_uses[id(value)] = next(self._clock)
-            return value
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            # Not moved to the end: a key holds a whole tree structure, and hashing it takes longest in a call.
+            entry.last_use = next(self._clock)
+            return entry.value
 
     def add(self, key: Hashable, value: _V) -> None:
         """Keeps `value` under `key`, unless another thread was first."""
         with self._lock:
-            if key in self._values:
-                return
-            self._values[key] = value
-            self._last_uses[id(value)] = next(self._clock)
-            if len(self._values) > self.size:
-                self._drop()
-
-    def _drop(self) -> None:
-        """Drops the value that was not used for longest, under all its keys."""
-        values = list(self._values.items())
-        oldest = min((value for _, value in values), key=lambda value: self._last_uses[id(value)])
-        for key, value in values:
-            if value is oldest:
-                self._values.pop(key, None)
-        self._last_uses.pop(id(oldest), None)
+            self._entries.setdefault(key, _Entry(value, next(self._clock)))
+            if len(self._entries) > self.size:
+                del self._entries[min(self._entries, key=lambda key: self._entries[key].last_use)]
 
 
 def static_key(value: Any) -> Hashable:
-    """Returns the key of a leaf that is not an array; it has a hash where the leaf has one.
-
-    Python has 1 == 1.0 == True and 0.0 == -0.0, which do not compile to the same.
-
-    ```python
-    from shardrules.placement.cache import static_key
-
-    assert static_key(1) != static_key(True) != static_key(1.0)
-    assert static_key(0.0) != static_key(-0.0)
-    ```
-    """
+    """Returns the key of a leaf that is not an array; it has a hash where the leaf has one."""
+    # Python has 1 == 1.0 == True and 0.0 == -0.0, which do not compile to the same.
     return type(value), repr(value) if isinstance(value, float | complex) else value
 
 
 def array_key(value: Any) -> Hashable:
-    """Returns the key of an array, or of its shape: its type, its mesh and memory, and its sharding on Explicit axes.
-
-    ```python
-    from shardrules.placement.cache import array_key
-
-    assert array_key(np.ones(3)) == array_key(np.zeros(3)) != array_key(np.ones(4))
-    ```
-    """
+    """Returns the key of an array or of its shape: its type, mesh and memory, and its sharding on Explicit axes."""
     if isinstance(value, Tracer):
         sharding = jax.typeof(value).sharding
     else:

@@ -104,21 +104,21 @@ def _constrain(x: Any, sharding: Any, missing: Missing, indivisible: Indivisible
             raise ConfigTypeError(f"{caller} takes a PartitionSpec or a sharding, got {item!r:.80}")
     problems: list[tuple[int, Finding]] = []
     notes: list[tuple[int, str]] = []
-    constraints: dict[int, _Constraint | Sharding] = {}
+    constraints: dict[int, tuple[AnyMesh, PartitionSpec, str | None]] = {}
+    placements: dict[int, Sharding] = {}  # without axes there is nothing to fit
     for leaf_index, (value, item) in enumerate(zip(values, requested, strict=True)):
         if not isinstance(value, jax.Array | np.ndarray | np.generic):
             continue
         if isinstance(item, Sharding) and not isinstance(item, NamedSharding):
-            constraints[leaf_index] = item  # without axes there is nothing to fit
+            placements[leaf_index] = item
             continue
         mesh = _mesh_of(item, caller)
-        spec = item.spec if isinstance(item, NamedSharding) else item
-        fitted = _fit(np.shape(value), spec, mesh, missing, indivisible)
-        problems += [(leaf_index, finding) for finding in fitted.errors]
-        notes += [(leaf_index, note) for note in fitted.notes]
-        if fitted.spec is not None and not fitted.errors:
-            memory = host_memory(item) if isinstance(item, NamedSharding) else None
-            constraints[leaf_index] = _Constraint(mesh, fitted.spec, memory)
+        spec, memory = (item.spec, host_memory(item)) if isinstance(item, NamedSharding) else (item, None)
+        fitted, errors, leaf_notes = _fit(np.shape(value), spec, mesh, missing, indivisible)
+        problems += [(leaf_index, finding) for finding in errors]
+        notes += [(leaf_index, note) for note in leaf_notes]
+        if fitted is not None:
+            constraints[leaf_index] = mesh, fitted, memory
     # Raised before anything is placed, and all arrays at once.
     if problems:
         raise _error(problems, leaf_paths(x), requested, caller)
@@ -126,10 +126,12 @@ def _constrain(x: Any, sharding: Any, missing: Missing, indivisible: Indivisible
         _warn(notes, values, leaf_paths(x), caller)
     # Outside of jit all arrays go in one transfer; inside, each constraint is an operation of its own.
     if not under_trace():
-        placements = {n: _placement(values[n], item, caller) for n, item in constraints.items()}
+        placements |= {n: _placement(values[n], *constraint, caller) for n, constraint in constraints.items()}
         return treedef.unflatten(put_some(values, placements))
-    for leaf_index, item in constraints.items():
-        values[leaf_index] = _constrained(values[leaf_index], item)
+    for leaf_index, sharding in placements.items():
+        values[leaf_index] = device_put(values[leaf_index], sharding)
+    for leaf_index, constraint in constraints.items():
+        values[leaf_index] = constrain_traced(jax.numpy.asarray(values[leaf_index]), *constraint)
     return treedef.unflatten(values)
 
 
@@ -150,27 +152,8 @@ def _mesh_of(sharding: PartitionSpec | NamedSharding, caller: str) -> AnyMesh:
     return mesh
 
 
-@final
-@attrs.frozen(eq=False)
-class _Constraint:
-    """As a `NamedSharding`, which cannot hold an UNCONSTRAINED dimension on Explicit axes."""
-
-    mesh: AnyMesh
-    spec: PartitionSpec
-    memory: str | None
-
-
-def _constrained(value: Any, constraint: _Constraint | Sharding) -> Any:
-    if isinstance(constraint, Sharding):
-        return device_put(value, constraint)
-    return constrain_traced(jax.numpy.asarray(value), constraint.mesh, constraint.spec, constraint.memory)
-
-
-def _placement(value: Any, constraint: _Constraint | Sharding, caller: str) -> Sharding:
+def _placement(value: Any, mesh: AnyMesh, spec: PartitionSpec, memory: str | None, caller: str) -> Sharding:
     """Returns where an array outside of jit goes: UNCONSTRAINED dimensions and its kind of memory stay as they are."""
-    if isinstance(constraint, Sharding):
-        return constraint
-    mesh, spec, memory = constraint.mesh, constraint.spec, constraint.memory
     if not isinstance(mesh, Mesh):
         raise NoMeshError(
             f"{caller}: outside of jit arrays are placed, and {mesh_text(mesh)} is the shape of a mesh, without devices"
@@ -186,29 +169,18 @@ def _placement(value: Any, constraint: _Constraint | Sharding, caller: str) -> S
     return NamedSharding(mesh, spec, memory_kind=memory)
 
 
-@final
-@attrs.frozen(eq=False)
-class _Fitted:
-    """Returns the rest of a spec on a mesh, for an array of some shape."""
-
-    spec: PartitionSpec | None  # None: the constraint is skipped
-    errors: tuple[Finding, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
 def _fit(
     shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh, missing: Missing, indivisible: Indivisible
-) -> _Fitted:
+) -> tuple[PartitionSpec | None, list[Finding], list[str]]:
+    """Returns the rest of a spec on a mesh, or `None` to skip it; its errors, and what to warn of."""
     sizes = mesh_sizes(mesh)
     unavailable = _unavailable_axes(spec, mesh)
     if unavailable and missing == "error":
         remedy = "Correct the name, or pass missing='skip' or missing='drop'"
         pairs = unavailable.items()
-        return _Fitted(
-            None, tuple(Finding("error", "unknown-axis", why, "", remedy, shape, axis=name) for name, why in pairs)
-        )
+        return None, [Finding("error", "unknown-axis", why, "", remedy, shape, axis=name) for name, why in pairs], []
     if unavailable and missing == "skip":
-        return _Fitted(None, notes=(f"{spec_repr(spec)} was skipped: {' and '.join(unavailable.values())}",))
+        return None, [], [f"{spec_repr(spec)} was skipped: {' and '.join(unavailable.values())}"]
     notes: list[str] = []
     kept = entries(spec)
     if unavailable:
@@ -229,12 +201,8 @@ def _fit(
             notes.append(f"{texts[0]} became {texts[1]}, which fits (mesh {mesh_text(mesh)})")
     # Unchanged, the spec is kept as it was written: `P("data", None)` is not rewritten to `P("data")`.
     fitted = spec if kept == entries(spec) else make_spec(kept)
-    errors = tuple(
-        _as_jax_says_it(finding, fitted, sizes)
-        for finding in check_spec("", shape, fitted, sizes)
-        if finding.severity == "error"
-    )
-    return _Fitted(fitted, errors, tuple(notes))
+    findings = [finding for finding in check_spec("", shape, fitted, sizes) if finding.severity == "error"]
+    return fitted, [_as_jax_says_it(finding, fitted, sizes) for finding in findings], notes
 
 
 def _unavailable_axes(spec: PartitionSpec, mesh: AnyMesh) -> dict[str, str]:

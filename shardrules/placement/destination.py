@@ -54,12 +54,11 @@ class Destination:
 
     def arrays(self) -> tuple[list[Any], list[Sharding]]:
         """Returns the arrays, and the sharding of each."""
-        pairs = [
-            (value, sharding)
-            for value, sharding in zip(self.values, self.shardings, strict=True)
-            if sharding is not None
-        ]
-        return [value for value, _ in pairs], [sharding for _, sharding in pairs]
+        pairs = zip(self.values, self.shardings, strict=True)
+        return (
+            [value for value, sharding in pairs if sharding is not None],
+            [sharding for sharding in self.shardings if sharding is not None],
+        )
 
     def with_arrays(self, arrays: Sequence[Any]) -> Any:
         """Returns the tree with `arrays`, as many as `arrays()` gives, in the places of its arrays."""
@@ -76,13 +75,6 @@ def resolve_destination(
 
     The mesh is `mesh`, or the mesh of the rule or the plan, else the one that the arrays are on, else the one in force.
     With `strict=False`, problems with single arrays are returned instead of raised, so that the caller can add its own.
-
-    ```python
-    from shardrules.placement.destination import resolve_destination
-
-    destination = resolve_destination({"w": np.ones((8, 4))}, P("data"), sr.create_mesh("data:8"))
-    assert destination.shardings[0].spec == P("data")
-    ```
     """
     check_mesh(mesh)
     refuse_cycles(tree)

@@ -1,8 +1,8 @@
 """Arrays back to the host, and the pair of trees of functions that checkpoint code of other libraries expects."""
 
-from typing import Any, final
+import functools
+from typing import Any
 
-import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,11 +42,8 @@ def filter_gather(tree: Any) -> Any:
         for index, array in zip(elsewhere, send([values[n] for n in elsewhere], _replicated), strict=True):
             values[index] = array
     indices = [index for index, value in enumerate(values) if isinstance(value, jax.Array)]
-    whole = _replicated([values[index] for index in indices])
-    for index, array in zip(indices, whole, strict=True):
-        values[index] = array
     # One batched transfer: fetching hundreds of arrays one by one takes seconds.
-    gathered = jax.device_get([values[index] for index in indices])
+    gathered = jax.device_get(_replicated([values[index] for index in indices]))
     for index, array in zip(indices, gathered, strict=True):
         values[index] = array
     return share_variables(treedef.unflatten(values), shared_leaves(tree))
@@ -70,21 +67,13 @@ def _replicated(arrays: list[jax.Array]) -> list[jax.Array]:
     return result
 
 
-@final
-@attrs.frozen
-class _Shard:
-    sharding: NamedSharding
-
-    def __call__(self, x: Any) -> Any:
-        return filter_shard(jnp.asarray(x) if isinstance(x, int | float | complex) else x, self.sharding)
+def _shard(sharding: NamedSharding, x: Any) -> Any:
+    return filter_shard(jnp.asarray(x) if isinstance(x, int | float | complex) else x, sharding)
 
 
-@final
-@attrs.frozen
-class _Gather:
-    def __call__(self, x: Any) -> Any:
-        gathered = filter_gather(x)
-        return gathered if isinstance(gathered, jax.Array) else np.asarray(gathered)
+def _gather(x: Any) -> Any:
+    gathered = filter_gather(x)
+    return gathered if isinstance(gathered, jax.Array) else np.asarray(gathered)
 
 
 def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None) -> tuple[Any, Any]:
@@ -108,4 +97,5 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None)
     if wrong:
         raise ConfigTypeError(f"make_shard_and_gather_fns takes PartitionSpecs, got {', '.join(wrong)}")
     shardings = [spec if isinstance(spec, NamedSharding) else NamedSharding(mesh, spec) for spec in specs]
-    return treedef.unflatten(map(_Shard, shardings)), treedef.unflatten([_Gather()] * len(shardings))
+    shards = [functools.partial(_shard, sharding) for sharding in shardings]
+    return treedef.unflatten(shards), treedef.unflatten([_gather] * len(shardings))

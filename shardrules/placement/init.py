@@ -36,13 +36,11 @@ from shardrules.placement.transfer import put
 from shardrules.rules.how import How
 
 _PROGRAM_BYTES = 128 * 2**20
-"""The work of one program above which it is worth compiling two. Half of it compiles more programs, double keeps
-more arrays waiting for one call to end."""
+"""The work of one program above which it is worth compiling two. Chosen by hand."""
 
 _CACHE_SIZE = 128
 """The most signatures of `make` that are kept: `functools.lru_cache`'s default. Each holds the constants of the traced
-function, so fewer are kept than by `filter_jit`. A program that initialises more models than this in turn traces each
-of them again; twice as many may hold twice as many constants."""
+function, so fewer are kept than by `filter_jit`."""
 
 
 def filter_init(make: Callable[..., Any], how: How, mesh: AnyMesh | None = None) -> Callable[..., Any]:
@@ -134,19 +132,16 @@ def _mesh_of(how: How) -> AnyMesh | None:
     return mesh if isinstance(mesh, Mesh) else None
 
 
-def _auto(mesh: Mesh) -> Mesh:
-    return Mesh(mesh.devices, mesh.axis_names)
-
-
 def _on_auto_mesh(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[Any]:
     """On Explicit axes JAX would compute each array whole before it splits it, so all is done on Auto ones."""
-    return jax.set_mesh(_auto(mesh)) if isinstance(mesh, Mesh) else contextlib.nullcontext()
+    return jax.set_mesh(Mesh(mesh.devices, mesh.axis_names)) if isinstance(mesh, Mesh) else contextlib.nullcontext()
 
 
 def _on_auto_axes(sharding: Sharding) -> Sharding:
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return sharding
-    return NamedSharding(_auto(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
+    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def _array_on_auto_axes(leaf: Any) -> Any:
@@ -156,17 +151,9 @@ def _array_on_auto_axes(leaf: Any) -> Any:
     return leaf
 
 
-def _device_ids(sharding: Sharding) -> tuple[int, ...]:
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        return tuple(device.id for device in sharding.mesh.devices.flat)
-    return tuple(sorted(device.id for device in sharding.device_set))
-
-
 def _whole(sharding: Sharding) -> Sharding:
     """Returns the sharding with a whole copy on each of the same devices."""
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec())
-    return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
 
 
 def _cache_key(dynamic: Any, static: Any, mesh: AnyMesh | None, shared: Mapping[int, int]) -> Hashable:
@@ -220,7 +207,7 @@ def _prepare(
         for struct in jax.tree.leaves(shapes)
     )
     # An eighth of the model: large models take eight programs or so, none of which holds back much.
-    work = outline(closed, shardings, list(map(_device_ids, shardings)), max(total_bytes // 8, _PROGRAM_BYTES))
+    work = outline(closed, shardings, list(map(_whole, shardings)), max(total_bytes // 8, _PROGRAM_BYTES))
     runs = [
         (jit(program.run, out_shardings=results), _whole(results[0]))
         for program in work.programs

@@ -22,12 +22,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from shardrules.core.keys import is_key
 
 SEED_SIZE = 4096
-"""The most elements that a seed has. Keys of a stack of layers have a few hundred; half of it would cut fewer models
-apart, and twice as much computes more of the model op by op, which takes longer than compiling."""
+"""The most elements that a seed has. Keys of a stack of layers have a few hundred, and larger work takes longer op
+by op than compiled. Chosen by hand."""
 
 _CONST_BYTES = 16 * 2**20
-"""The largest constant that is part of a program, as for `jax.jit`. Twice as large takes long to compile; with half of
-it more constants become inputs, which XLA cannot compute with in advance."""
+"""The largest constant that is part of a program: larger ones take long to compile. Chosen by hand."""
 
 _TRUSTED = ("builtins", "jax", "jaxlib", "numpy", "ml_dtypes")
 """The modules whose values are equal only when they are the same. A user's class may define `==` otherwise."""
@@ -82,13 +81,11 @@ _PieceGroup: TypeAlias = list[tuple[_Piece, tuple[Any, ...]]]
 """Pieces that are equal but for their inputs, each with its inputs."""
 
 
-def outline(
-    closed: ClosedJaxpr, marks: Sequence[Hashable], device_ids: Sequence[Hashable], program_bytes: int
-) -> Outline:
+def outline(closed: ClosedJaxpr, marks: Sequence[Hashable], places: Sequence[Hashable], program_bytes: int) -> Outline:
     """Takes a traced function apart into seeds and programs that compute each output once.
 
-    `marks` and `device_ids` have one item per output: pieces are equal only where the marks of their outputs are, and a
-    program computes outputs on the same devices only. A call computes at most `program_bytes`, unless a single piece is
+    `marks` and `places` have one item per output: pieces are equal only where the marks of their outputs are, and a
+    program computes outputs of the same place only. A call computes at most `program_bytes`, unless a single piece is
     larger.
     """
     jaxpr = closed.jaxpr
@@ -107,7 +104,7 @@ def outline(
     for piece in pieces:
         key, inputs = _canonical(jaxpr, piece, marks, fixed)
         groups.setdefault(key, []).append((piece, inputs))
-    programs = tuple(_programs(jaxpr, list(groups.values()), device_ids, program_bytes, fixed))
+    programs = tuple(_programs(jaxpr, list(groups.values()), places, program_bytes, fixed))
     # Only the seeds that programs take are computed: other keys and integers belong to the pieces themselves.
     seeds = dict.fromkeys(
         var for program in programs for call in program.calls for var in call.inputs if var in producers
@@ -255,7 +252,7 @@ def _jaxpr_key(jaxpr: Jaxpr) -> Hashable:
 def _programs(
     jaxpr: Jaxpr,
     groups: list[_PieceGroup],
-    device_ids: Sequence[Hashable],
+    places: Sequence[Hashable],
     program_bytes: int,
     fixed: dict[Any, Any],
 ) -> Iterable[InitProgram]:
@@ -264,11 +261,11 @@ def _programs(
     def result_bytes(group: _PieceGroup) -> int:
         return sum(_nbytes(jaxpr.outvars[index]) for index in group[0][0].outputs)
 
-    # First fit, largest first. A batch: (pieces per group, devices), the bytes of a call, the groups.
+    # First fit, largest first. A batch: (pieces per group, place), the bytes of a call, the groups.
     batches: list[tuple[Hashable, int, list[_PieceGroup]]] = []
     for group in sorted(groups, key=result_bytes, reverse=True):
         size = result_bytes(group)
-        shared = (len(group), device_ids[group[0][0].outputs[0]])
+        shared = (len(group), places[group[0][0].outputs[0]])
         fitting = [n for n, (other, used, _) in enumerate(batches) if other == shared and used + size <= program_bytes]
         if fitting:
             _, used, members = batches[fitting[0]]

@@ -12,14 +12,10 @@ from shardrules.core.errors import ConfigError
 
 WHOLE_BYTES = 8 * 2**20
 """Up to this size all shards of an array are read before any is placed, in one transfer. Beyond it, a transfer per
-shard costs little beside reading it. Halving or doubling it moves the host's peak memory by as much."""
+shard costs little beside reading it. Chosen by hand."""
 
 Index: TypeAlias = tuple[slice, ...]
 """One slice for each dimension, as `numpy` takes them."""
-
-
-def _as_shape(shape: Iterable[int]) -> tuple[int, ...]:
-    return tuple(map(operator.index, shape))
 
 
 @final
@@ -45,7 +41,7 @@ class ArraySource:
     ```
     """
 
-    shape: tuple[int, ...] = attrs.field(converter=_as_shape)
+    shape: tuple[int, ...] = attrs.field(converter=lambda shape: tuple(map(operator.index, shape)))
     dtype: Any = attrs.field(converter=np.dtype)
     read: Callable[[Index], np.ndarray]
     read_together: Callable[[Sequence[Index]], Iterable[Sequence[tuple[int, np.ndarray]]]] | None = None
@@ -61,43 +57,14 @@ class ArraySource:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def part(self, index: Index) -> np.ndarray:
-        """Returns one part, after checking its shape and dtype.
-
-        **Arguments:**
-
-        - `index`: one slice for each dimension.
-
-        **Returns:**
-
-        A numpy array.
-
-        **Raises:**
-
-        `ConfigError` when `read` returns another shape or dtype.
-        """
+        """Returns the part at `index`, a slice for each dimension; a `ConfigError` if it has another shape or dtype."""
         return self._checked(self.read(index), index)
 
     def groups(self, indices: Sequence[Index]) -> Iterator[list[tuple[int, np.ndarray]]]:
-        """Yields several parts, in groups that are read together.
-
-        **Arguments:**
-
-        - `indices`: one tuple of slices for each part.
-
-        **Returns:**
-
-        An iterator of groups: lists of parts, each with the position of its slices in `indices`.
-
-        **Raises:**
-
-        `ConfigError` when what was read has another shape or dtype.
-        """
-        if self.read_together is not None:
-            for group in self.read_together(indices):
-                yield [(position, self._checked(values, indices[position])) for position, values in group]
-            return
-        parts = ((position, self.part(index)) for position, index in enumerate(indices))
-        yield from [list(parts)] if self.nbytes <= WHOLE_BYTES else ([part] for part in parts)
+        """Yields the parts at `indices` in the groups that are read together, each part with its position there."""
+        alone = ([(position, self.read(index))] for position, index in enumerate(indices))
+        for group in alone if self.read_together is None else self.read_together(indices):
+            yield [(position, self._checked(values, indices[position])) for position, values in group]
 
     def _checked(self, part: Any, index: Index) -> np.ndarray:
         values = np.asarray(part)

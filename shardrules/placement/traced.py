@@ -66,16 +66,7 @@ def constrain_traced(x: Any, mesh: AnyMesh, spec: PartitionSpec, memory: str | N
 
 
 def note_closure(error: Exception, caller: str) -> None:
-    """Adds a remedy to JAX's error about a closed-over array on Explicit axes; other errors are left alone.
-
-    ```python
-    from shardrules.placement.traced import note_closure
-
-    error = ValueError("context mesh ... should match the aval mesh")
-    note_closure(error, "filter_init")
-    assert "as an argument" in error.__notes__[0]
-    ```
-    """
+    """Adds a remedy to JAX's error about a closed-over array on Explicit axes; other errors are left alone."""
     if "should match the aval mesh" in str(error):
         error.add_note(
             f"{caller}: the function sees Auto axes, and closes over an array on Explicit ones. Pass it as an argument"

@@ -15,21 +15,12 @@ from shardrules.core.spec import device_dtype
 from shardrules.placement.source import WHOLE_BYTES, ArraySource, Index
 
 _PENDING_BYTES = 64 * 2**20
-"""The bytes that may wait on the host for their transfer to end. Enough to keep a disk busy during a transfer: half of
-it makes readers of large files wait, twice as much only adds to the peak memory of the host."""
+"""The bytes that may wait on the host for their transfer to end: enough to keep a disk busy meanwhile. Chosen by
+hand."""
 
 
 def put(values: Sequence[Any], shardings: Sequence[Sharding]) -> list[Any]:
-    """Returns arrays, numpy arrays and `ArraySource`s on devices; arrays that are there already come back as they are.
-
-    ```python
-    from shardrules.placement.transfer import put
-
-    sharding = jax.NamedSharding(sr.create_mesh("data:8"), P("data"))
-    placed = put([np.arange(8)], [sharding])
-    assert put(placed, [sharding])[0] is placed[0]
-    ```
-    """
+    """Returns arrays, numpy arrays and `ArraySource`s on devices; arrays that are there come back as they are."""
     result = list(values)
     local_indices: list[int] = []
     spanning_indices: list[int] = []
@@ -62,14 +53,13 @@ def put(values: Sequence[Any], shardings: Sequence[Sharding]) -> list[Any]:
 def put_some(values: Sequence[Any], shardings: Mapping[int, Sharding]) -> list[Any]:
     """Returns `values` with those at the indices in `shardings` placed; shapes without values only get the sharding."""
     result = list(values)
-    if not shardings:
-        return result
-    indices = [index for index in shardings if not isinstance(values[index], jax.ShapeDtypeStruct)]
+    arrays: dict[int, Any] = {}
     for index, sharding in shardings.items():
         if isinstance(values[index], jax.ShapeDtypeStruct):
             result[index] = values[index].update(sharding=sharding)
-    placed = put([values[index] for index in indices], [shardings[index] for index in indices])
-    for index, array in zip(indices, placed, strict=True):
+        else:
+            arrays[index] = values[index]
+    for index, array in zip(arrays, put([*arrays.values()], [shardings[index] for index in arrays]), strict=True):
         result[index] = array
     return result
 
@@ -83,14 +73,8 @@ def put_unplaced(values: Sequence[Any], shardings: Sequence[Sharding | None]) ->
     if under_trace():
         return list(values)
     pairs = enumerate(zip(values, shardings, strict=True))
-    return put_some(
-        values,
-        {
-            index: sharding
-            for index, (value, sharding) in pairs
-            if isinstance(sharding, NamedSharding) and not is_placed(value)
-        },
-    )
+    unplaced = {n: to for n, (value, to) in pairs if isinstance(to, NamedSharding) and not is_placed(value)}
+    return put_some(values, unplaced)
 
 
 def is_placed(value: Any) -> bool:

@@ -7,7 +7,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -39,32 +38,6 @@ def test_models_are_initialised_in_their_shards(mesh: Mesh) -> None:
     assert model.layers[0].weight.sharding == NamedSharding(mesh, P("data", None))
     for leaf, other in zip(arrays(model), arrays(MLP(key=jax.random.key(0))), strict=True):
         np.testing.assert_array_equal(leaf, other)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("mesh", MESHES, ids=["Auto", "Explicit", "mixed"])
-def test_an_optimizer_state_mirrors_the_plan(mesh: Mesh) -> None:
-    params = eqx.filter(sr.filter_init(MLP, RULE, mesh)(key=jax.random.key(0)), eqx.is_array)
-    plan = RULE.plan(params, mesh)
-    state = sr.filter_init(optax.adam(1e-3).init, plan.mirror, mesh)(params)
-    assert state[0].mu.layers[0].weight.sharding == NamedSharding(mesh, P("data", None))
-    assert state[0].count.sharding.is_fully_replicated
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "how",
-    [
-        RULE.plan(eqx.filter_eval_shape(MLP, key=jax.random.key(0)), sr.mesh_shape("data:4,model:2")),
-        RULE.plan(eqx.filter_eval_shape(MLP, key=jax.random.key(0)), MESH).specs,
-        RULE.plan(eqx.filter_eval_shape(MLP, key=jax.random.key(0)), MESH).shardings(),
-        lambda tree: RULE.plan(tree, MESH),
-    ],
-    ids=["plan", "specs", "shardings", "function"],
-)
-def test_it_takes_what_filter_shard_takes(how: Any) -> None:
-    model = sr.filter_init(MLP, how, MESH)(key=jax.random.key(0))
-    assert model.layers[0].weight.sharding == NamedSharding(MESH, P("data", None))
 
 
 @pytest.mark.slow
@@ -147,13 +120,6 @@ def test_a_second_call_compiles_nothing() -> None:
     key = jax.block_until_ready(jax.random.key(1))
     assert compiles(lambda: tree.append(init(key))) == 0
     assert not np.array_equal(tree[0].layers[0].weight, tree[1].layers[0].weight)
-
-
-def test_other_shapes_and_static_arguments_are_traced_again() -> None:
-    init = sr.filter_init(lambda key, n: jax.random.normal(key, (8, n)), P("data"), MESH)
-    assert [init(jax.random.key(0), n).shape for n in (2, 3, 2)] == [(8, 2), (8, 3), (8, 2)]
-    grown = sr.filter_init(lambda x: jnp.concatenate([x, x]), P("data"), MESH)
-    assert [grown(np.ones(n)).shape for n in (4, 8, 4)] == [(8,), (16,), (8,)]
 
 
 def test_unhashable_static_arguments_are_accepted() -> None:

@@ -106,25 +106,18 @@ def log_of_integers(key: jax.Array) -> Any:
 
 MAKES: dict[str, Callable[[jax.Array], Any]] = {
     "uniform": lambda key: jax.random.uniform(key, SHAPE, minval=-0.3, maxval=0.7),
-    "normal": drawn(jax.random.normal, SHAPE),
     "truncated_normal": lambda key: 0.02 * jax.random.truncated_normal(key, -2, 2, SHAPE),
     "orthogonal": initializer("orthogonal"),
-    "glorot": initializer("glorot_uniform"),
-    "he": initializer("he_normal"),
-    "lecun": initializer("lecun_normal"),
     "variance_scaling": initializer("variance_scaling", 1 / 3, "fan_avg", "truncated_normal"),
     "delta_orthogonal": drawn(jax.nn.initializers.delta_orthogonal(), (3, 8, 16), jnp.float32),
     "bfloat16": lambda key: jax.random.normal(key, SHAPE, jnp.bfloat16) * 0.02,
     "float16": lambda key: jax.random.uniform(key, SHAPE, jnp.float16) / 3,
-    "cast": lambda key: (jax.random.normal(key, SHAPE) / 3).astype(jnp.bfloat16),
     "int": lambda key: {"int": jax.random.randint(key, SHAPE, -9, 9), "bits": jax.random.bits(key, SHAPE, jnp.uint8)},
-    "bernoulli": drawn(jax.random.bernoulli, 0.3, SHAPE),
     "permutation": lambda key: {
         "order": jax.random.permutation(key, 64),
         "rows": jax.random.normal(key, SHAPE)[jax.random.permutation(key, 64)],
     },
     "computed_float": layers,
-    "computed_from_int": lambda key: jax.random.normal(key, SHAPE) / jnp.prod(jnp.array((3, 5, 7))),
     "computed_from_ints": lambda key: jax.random.normal(key, SHAPE) * jnp.exp(-jnp.arange(32)),
     "log_of_integers": log_of_integers,
     "rotary": rotary,
@@ -133,7 +126,6 @@ MAKES: dict[str, Callable[[jax.Array], Any]] = {
     "zeros_and_ones": lambda key: {"zeros": jnp.zeros(SHAPE), "ones": jnp.ones(SHAPE), "eye": jnp.eye(64), "key": key},
     "numpy": lambda key: {"table": TABLE, "sum": jax.random.normal(key, SHAPE) + TABLE, "n": np.int32(3)},
     "closed_over": lambda key: {"sum": jax.random.normal(key, SHAPE) * jnp.exp(ROWS)[:, None], "rows": ROWS},
-    "exp_of_a_table": lambda key: jax.random.normal(key, SHAPE) * jnp.exp(TABLE),
     "key_of_its_own": lambda key: [
         jax.random.normal(subkey, SHAPE) for subkey in jax.random.split(jax.random.key(5), 2)
     ],

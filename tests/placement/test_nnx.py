@@ -276,23 +276,6 @@ def test_a_state_is_a_value_to_filter_jit() -> None:
     np.testing.assert_array_equal(state["kernel"][...], before)
 
 
-@pytest.mark.slow
-def test_split_models_train_as_values(mesh: Mesh) -> None:
-    graph, params, rest = nnx.split(zoo.nnx_model(1), nnx.Param, ...)
-
-    def step(params: Any, rest: Any, x: jax.Array) -> tuple[Any, Any]:
-        model = nnx.merge(graph, params, rest)
-        grads = nnx.grad(loss)(model, x)
-        return jax.tree.map(lambda leaf, grad: leaf - 0.1 * grad, params, grads), nnx.state(model, nnx.Not(nnx.Param))
-
-    plan = RULES.plan(params, mesh)
-    jitted = sr.filter_jit(step, mesh=mesh, in_shardings=(plan, P(), P("data")), out_shardings=(plan, P()))
-    params, rest = sr.filter_shard(params, plan), sr.filter_shard(rest, P(), mesh)
-    for _ in range(2):
-        params, rest = jitted(params, rest, sr.filter_shard(X, P("data"), mesh))
-    assert spec(params["blocks"][0]["up"]["kernel"]) == P(None, "model")
-
-
 class Opaque(nnx.Module, pytree=False):
     """A module that JAX does not look into."""
 
@@ -309,19 +292,6 @@ def test_filter_jit_refuses_what_would_be_lost(mesh: Mesh) -> None:
             sr.filter_jit(add, mesh=jit_mesh)(zoo.nnx_model(1))
         with pytest.raises(sr.errors.TreeError, match=r"JAX sees no arrays in .*\(Opaque\)"):
             sr.filter_jit(lambda model: model.scale.sum(), mesh=jit_mesh)(Opaque())
-
-
-def test_wrappers_of_a_function_of_modules_trace_it_once(mesh: Mesh) -> None:
-    traces: list[int] = []
-
-    def apply(model: Any, x: jax.Array) -> jax.Array:
-        traces.append(1)
-        return model(x)
-
-    model = sr.filter_shard(zoo.nnx_model(1), RULES, mesh)
-    for _ in range(3):
-        sr.filter_jit(apply, mesh=mesh, in_shardings=(RULES, P("data")))(model, X)
-    assert len(traces) == 1
 
 
 # ---- arrays outside of variables, ties, cycles ----

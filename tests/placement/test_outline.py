@@ -37,50 +37,49 @@ def shape_of(work: Outline) -> list[tuple[int, int]]:
     return [(len(program.calls[0].outputs), len(program.calls)) for program in work.programs]
 
 
-def test_layers_that_differ_in_keys_share_a_program() -> None:
+def normal(key: jax.Array, *shape: int) -> jax.Array:
+    return jax.random.normal(key, shape or (8, 4))
+
+
+def pair(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[jax.Array], Any]:
+    """Returns a function that draws twice, and computes something with each."""
+
     def make(key: jax.Array) -> Any:
-        return [jax.random.normal(subkey, (8, 4)) for subkey in jax.random.split(key, 5)]
+        keys = jax.random.split(key)
+        return first(normal(keys[0])), second(normal(keys[1]))
 
-    assert shape_of(taken_apart(make, jax.random.key(0))) == [(1, 5)]
+    return make
 
 
-def test_groups_of_equal_size_share_a_program() -> None:
-    def make(key: jax.Array) -> Any:
-        keys = jax.random.split(key, 4)
-        layers = [(jax.random.normal(subkey, (8, 4)), jax.random.uniform(subkey, (8,))) for subkey in keys]
-        return layers, jax.random.normal(key, (16, 16))
+def layers(key: jax.Array) -> Any:
+    keys = jax.random.split(key, 4)
+    return [(normal(subkey), jax.random.uniform(subkey, (8,))) for subkey in keys], normal(key, 16, 16)
 
-    assert shape_of(taken_apart(make, jax.random.key(0))) == [(1, 1), (2, 4)]
+
+@pytest.mark.parametrize(
+    ("make", "marks", "expected"),
+    [
+        (lambda key: [normal(subkey) for subkey in jax.random.split(key, 5)], None, [(1, 5)]),
+        (layers, None, [(1, 1), (2, 4)]),  # groups of equal size share a program
+        (lambda key: [normal(key, 8, n) for n in range(1, 5)], None, [(4, 1)]),
+        (pair(jnp.sin, jnp.sin), None, [(1, 2)]),
+        (pair(jnp.sin, jnp.sin), ["x", "y"], [(2, 1)]),
+        (pair(lambda x: 2 * x, lambda x: 3 * x), None, [(2, 1)]),
+        (pair(jnp.sin, jnp.cos), None, [(2, 1)]),
+        (lambda key: jnp.split(normal(key, 192, 64), 3), None, [(3, 1)]),  # large work is done once
+        (lambda key: [normal(key)] * 2, None, [(1, 2)]),
+    ],
+)
+def test_work_that_differs_in_keys_alone_shares_a_program(make: Any, marks: Any, expected: list[Any]) -> None:
+    assert shape_of(taken_apart(make, jax.random.key(0), marks=marks)) == expected
 
 
 def test_programs_stay_within_the_byte_limit() -> None:
-    def make(key: jax.Array) -> Any:
-        return [jax.random.normal(key, (8, n)) for n in range(1, 5)]
-
-    assert shape_of(taken_apart(make, jax.random.key(0))) == [(4, 1)]
-    assert len(taken_apart(make, jax.random.key(0), program_bytes=8 * 5 * 4).programs) == 2
-    assert len(taken_apart(make, jax.random.key(0), program_bytes=1).programs) == 4
-
-
-def test_marks_shapes_constants_and_operations_tell_work_apart() -> None:
-    def make(key: jax.Array) -> Any:
-        a, b = jax.random.split(key)
-        return jax.random.normal(a, (8,)), jax.random.normal(b, (8,))
-
-    assert shape_of(taken_apart(make, jax.random.key(0))) == [(1, 2)]
-    assert shape_of(taken_apart(make, jax.random.key(0), marks=["x", "y"])) == [(2, 1)]
-
-    def scaled(key: jax.Array) -> Any:
-        a, b = jax.random.split(key)
-        return jax.random.normal(a, (8,)) * 2, jax.random.normal(b, (8,)) * 3
-
-    assert shape_of(taken_apart(scaled, jax.random.key(0))) == [(2, 1)]
-
-    def other(key: jax.Array) -> Any:
-        a, b = jax.random.split(key)
-        return jnp.sin(jax.random.normal(a, (8,))), jnp.cos(jax.random.normal(b, (8,)))
-
-    assert shape_of(taken_apart(other, jax.random.key(0))) == [(2, 1)]
+    for program_bytes, count in ((8 * 5 * 4, 2), (1, 4)):
+        work = taken_apart(
+            lambda key: [normal(key, 8, n) for n in range(1, 5)], jax.random.key(0), program_bytes=program_bytes
+        )
+        assert len(work.programs) == count
 
 
 def test_equal_constants_of_other_identity_are_told_apart() -> None:
@@ -100,14 +99,6 @@ def test_equal_constants_of_other_identity_are_told_apart() -> None:
         return inner(tables[0])(jax.random.normal(a, (8, 8))), inner(tables[1])(jax.random.normal(b, (8, 8)))
 
     taken_apart(nested, jax.random.key(0))
-
-
-def test_large_work_that_is_shared_is_done_once() -> None:
-    def make(key: jax.Array) -> Any:
-        return jnp.split(jax.random.normal(key, (192, 64)), 3)
-
-    work = taken_apart(make, jax.random.key(0))
-    assert [len(call.outputs) for program in work.programs for call in program.calls] == [3]
 
 
 def test_floats_are_not_cut_and_keys_and_small_integers_are() -> None:
@@ -155,14 +146,6 @@ def test_inputs_and_constants_that_are_outputs_are_passed() -> None:
 
     work = taken_apart(make, jax.random.key(0), jnp.ones(4))
     assert [index for _, index in work.passed] == [0, 3]
-
-
-def test_a_tied_output_is_given_twice() -> None:
-    def make(key: jax.Array) -> Any:
-        w = jax.random.normal(key, (8, 8))
-        return w, w
-
-    taken_apart(make, jax.random.key(0))
 
 
 def test_a_function_with_effects_stays_in_one_piece(capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -134,17 +133,6 @@ def test_a_module_keeps_its_type_and_its_functions() -> None:
     assert placed.activation is model.activation
     assert placed.layers[0].weight.sharding == NamedSharding(MESH, P("model", "data"))
     np.testing.assert_allclose(eqx.filter_jit(placed)(jnp.ones(8)), model(jnp.ones(8)), rtol=1e-5, atol=1e-7)
-
-
-def test_a_training_state_is_placed_with_one_call() -> None:
-    model = eqx.nn.MLP(8, 8, 64, 2, key=jax.random.key(0))
-    state = (model, optax.adam(1e-3).init(eqx.filter(model, eqx.is_array)), np.int32(7), jax.random.key(1))
-    placed = sr.filter_shard(state, sr.FSDPShardingRule("data", min_size_mb=0), MESH)
-    assert placed[0].layers[0].weight.sharding.spec == P("data", None)
-    assert placed[1][0].mu.layers[0].weight.sharding.spec == P("data", None)
-    assert placed[2].sharding == placed[3].sharding == NamedSharding(MESH, P())
-    assert int(placed[2]) == 7
-    assert jax.random.key_data(placed[3]).tolist() == jax.random.key_data(jax.random.key(1)).tolist()
 
 
 def test_flax_boxes_are_placed_inside() -> None:

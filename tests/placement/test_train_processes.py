@@ -1,57 +1,30 @@
 """By behaviour: two processes with four devices each train as one with eight."""
 
 import json
-from typing import Any
 
-import equinox as eqx
 import jax
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.mesh.axis_types import AxisTypes
 from tests.mesh.cluster import run_processes
-from tests.placement.models import FSDP, TASKS
-
-OPTIM = optax.adam(2e-3)
+from tests.placement.models import FSDP, OPTIM, TASKS, compiled_step, params
 
 
 def trained(axis_types: AxisTypes) -> tuple[list[float], dict[str, float], float]:
-    """Trains a model for two steps, in as many processes as there are.
+    """Trains for two steps on all devices of all processes, on a mesh with these types of axes.
 
-    **Arguments:**
-
-    - `axis_types`: of the mesh, which takes all devices of all processes.
-
-    **Returns:**
-
-    The losses; the sum of every parameter afterwards; and the largest share of the model that a device holds.
+    Returns the losses, the sum of every parameter afterwards, and the largest share of the model that a device holds.
     """
     mesh = sr.create_mesh("data:4,model:2", axis_types=axis_types)
     task = next(task for task in TASKS if task.name == "gpt")
     rule = task.tensor_parallel | FSDP
-
-    def params(training: Any) -> Any:
-        return eqx.filter(training[0], eqx.is_inexact_array)
-
-    def step(training: Any, moments: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
-        module, state = training
-        (value, state), grads = eqx.filter_value_and_grad(task.loss, has_aux=True)(module, state, batch)
-        updates, moments = OPTIM.update(grads, moments, eqx.filter(module, eqx.is_inexact_array))
-        return (eqx.apply_updates(module, updates), state), moments, value
-
     training = sr.filter_init(task.make, rule, mesh)(jax.random.key(0))
     plan = sr.check_same_plan(rule.plan(params(training), mesh).check())
     moments = sr.filter_init(OPTIM.init, plan.mirror, mesh)(params(training))
-    run = sr.filter_jit(
-        step,
-        mesh=mesh,
-        in_shardings=(rule, plan.mirror, P("data")),
-        out_shardings=(rule, plan.mirror, P()),
-        donate=(0, 1),
-    )
+    run = compiled_step(task, rule, plan, mesh)
     batch = sr.filter_shard(task.batch(), P("data"), mesh)
     losses = []
     for _ in range(2):

@@ -8,18 +8,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.core.axes import AnyMesh
-from tests.placement.models import FSDP, TASKS, Task
+from tests.placement.models import FSDP, OPTIM, TASKS, Task, compiled_step, params, step_of
 
 STEPS = 20
-OPTIM = optax.adam(2e-3)
-
 MESHES: dict[str, Callable[[], Mesh]] = {
     "auto": functools.cache(lambda: sr.create_mesh("data:4,model:2")),
     "explicit": functools.cache(lambda: jax.make_mesh((4, 2), ("data", "model"))),
@@ -33,22 +30,6 @@ PLANS: dict[str, Callable[[Task], sr.ShardingRule]] = {
 
 SPLITS = {"fsdp": ("data",), "tensor_parallel": ("model",), "both": ("data", "model")}
 """The axes that a plan must use at all: one that replicates everything trains as well."""
-
-
-def params(training: Any) -> Any:
-    return eqx.filter(training[0], eqx.is_inexact_array)
-
-
-def step_of(task: Task) -> Callable[..., Any]:
-    """Returns a training step as people write it, which says nothing about sharding."""
-
-    def step(training: Any, moments: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
-        module, state = training
-        (value, state), grads = eqx.filter_value_and_grad(task.loss, has_aux=True)(module, state, batch)
-        updates, moments = OPTIM.update(grads, moments, eqx.filter(module, eqx.is_inexact_array))
-        return (eqx.apply_updates(module, updates), state), moments, value
-
-    return step
 
 
 @functools.cache
@@ -100,13 +81,7 @@ def losses_under(task: Task, rule: sr.ShardingRule, training: Any, mesh: Mesh) -
     plan = rule.plan(params(training), mesh)
     moments = sr.filter_init(OPTIM.init, plan.mirror, mesh)(params(training))
     batch = sr.filter_shard(task.batch(), P("data"), mesh)
-    step = sr.filter_jit(
-        step_of(task),
-        mesh=mesh,
-        in_shardings=(rule, plan.mirror, P("data")),
-        out_shardings=(rule, plan.mirror, P()),
-        donate=(0, 1),
-    )
+    step = compiled_step(task, rule, plan, mesh)
     losses = []
     for turn in range(STEPS):
         previous = (training, moments)
@@ -223,19 +198,6 @@ def test_axis_types_work_with_the_mesh_in_force() -> None:
         run = sr.filter_jit(forward, in_shardings=(FSDP, P("data")), out_shardings=P("data"))
         out = run(mlp(explicit()), np.ones((8, 8), np.float32))
     assert out.sharding == NamedSharding(explicit(), P("data"))
-
-
-def test_shapes_can_be_lowered_and_compiled() -> None:
-    model = mlp(explicit())
-    run = sr.filter_jit(forward, mesh=explicit(), in_shardings=(FSDP, P("data")))
-    structs = jax.tree.map(
-        lambda leaf: (
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) if eqx.is_array(leaf) else leaf
-        ),
-        model,
-    )
-    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(explicit(), P("data")))
-    assert "all-gather" in str(run.lower(structs, x).compile().as_text())
 
 
 def test_a_misplaced_argument_is_described_on_its_own_mesh() -> None:

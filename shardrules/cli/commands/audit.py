@@ -11,12 +11,13 @@ import jax
 from shardrules.cli.command import FINDINGS, SUCCESS, Command
 from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import write
+from shardrules.cli.objects import user_code
 from shardrules.cli.rules import load_rules
 from shardrules.cli.step import Step, add_step, load_step, read_hardware
 from shardrules.cli.subject import add_rules, read_mesh
 from shardrules.cli.terminal import add_level, complain, complain_of, failing, show, working
 from shardrules.core.axes import mesh_text
-from shardrules.core.errors import HardwareError, TargetError, TraceError
+from shardrules.core.errors import HardwareError, ShardRulesError, TargetError, TraceError
 from shardrules.programs.audits.audit import audit
 from shardrules.programs.machine.flags import read_flags
 from shardrules.programs.machine.targets import Target
@@ -47,7 +48,7 @@ def _run(args: argparse.Namespace) -> int:
     target = _target(args)
     hardware = None if args.hardware is None else read_hardware(args.hardware)
     rules = None if args.rules is None else load_rules(args.rules)
-    mesh = read_mesh(args.mesh) if args.mesh is not None else None if rules is None else rules.mesh
+    mesh = read_mesh(args.mesh) if args.mesh is not None else None if rules is None else rules.file.mesh
     if mesh is None:
         raise UsageError("no mesh: pass --mesh data:4,model:2, axes and sizes")
     if target.platform == "cpu":
@@ -70,7 +71,10 @@ def _run(args: argparse.Namespace) -> int:
         if whole:
             names = ", ".join(whole)
             complain(f"{names}: whole on every device; --batch AXES splits the first dimension", "warning")
-    with step.traced(), working(f"compiling {args.step} for {target} on {mesh_text(mesh)}"):
+    with (
+        user_code(f"{args.step}: the step", ShardRulesError),
+        working(f"compiling {args.step} for {target} on {mesh_text(mesh)}"),
+    ):
         report = audit(
             step.fn,
             *step.args,
@@ -89,7 +93,7 @@ def _run(args: argparse.Namespace) -> int:
     else:
         comparison = _refusing_traces(lambda: report.compare(args.trace, module=args.module))
         show(comparison.to_json() if args.format == "json" else f"{report}\n\n{comparison}")
-    return FINDINGS if failing(report.findings, args, Limits() if rules is None else rules.limits) else SUCCESS
+    return FINDINGS if failing(report.findings, args, Limits() if rules is None else rules.file.limits) else SUCCESS
 
 
 def _refusing_traces(read: Callable[[], _T]) -> _T:

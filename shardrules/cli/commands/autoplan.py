@@ -8,11 +8,13 @@ from pathlib import Path
 from shardrules.cli.command import SUCCESS, Command
 from shardrules.cli.errors import UsageError, byte_option
 from shardrules.cli.files import write
+from shardrules.cli.objects import user_code
 from shardrules.cli.rules import load_rules
 from shardrules.cli.step import add_step, load_step, read_hardware
 from shardrules.cli.subject import make_plan, read_mesh
 from shardrules.cli.terminal import complain_of, show, working
 from shardrules.core.axes import mesh_text
+from shardrules.core.errors import ShardRulesError
 from shardrules.core.fields import whole_number
 from shardrules.core.finding import listing
 from shardrules.programs.autoplan.answer.frontier import Frontier
@@ -66,7 +68,7 @@ def _run(args: argparse.Namespace) -> int:
     memory_limit = byte_option("--memory-limit", args.memory_limit)
     step = load_step(args.step)
     if pins is not None and not isinstance(mesh, int):
-        plan = make_plan(pins.rule, step.args, mesh, functools.partial(pins_plan, step.fn))
+        plan = make_plan(pins.file.rules, step.args, mesh, functools.partial(pins_plan, step.fn))
         # Rules that were written for a model match nothing here, since each path begins with the index of an argument.
         if all(decision.spec is None for decision in plan.decisions):
             raise UsageError(
@@ -75,13 +77,13 @@ def _run(args: argparse.Namespace) -> int:
             )
         # Only these, since autoplan resolves what other findings are about, such as dimensions that do not divide.
         complain_of(plan, ("dead-pin", "dead-pattern", "shadowed-pattern"))
-    with step.traced(), working(f"planning {args.step}"):
+    with user_code(f"{args.step}: the step", ShardRulesError), working(f"planning {args.step}"):
         result = autoplan(
             step.fn,
             *step.args,
             mesh=mesh,
             memory_limit=memory_limit,
-            pins=None if pins is None else pins.rule,
+            pins=None if pins is None else pins.file.rules,
             hardware=hardware,
             time_limit=args.time_limit,
             prove=args.prove,

@@ -35,7 +35,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     rules = read_rules(args)
-    limits = Limits() if rules is None else rules.limits
+    limits = Limits() if rules is None else rules.file.limits
     _fill_in(args, limits)
     if args.update and args.golden is None:
         raise UsageError("--update needs the name of the golden plan: --golden plan.json")

@@ -1,22 +1,13 @@
 """`shardrules completion`: a script for the shell, made by shtab from the parsers of all commands."""
 
 import argparse
-import importlib
-from types import ModuleType
 
 from shardrules.cli.command import SUCCESS, Command
-from shardrules.cli.errors import UsageError
+from shardrules.cli.objects import import_extra
 from shardrules.cli.registry import COMMANDS, load_command
 from shardrules.cli.terminal import show
 
 _SHELLS = ("bash", "zsh", "fish", "tcsh")
-
-
-def _import_shtab() -> ModuleType:
-    try:
-        return importlib.import_module("shtab")
-    except ImportError as error:
-        raise UsageError('completion needs shtab: pip install "shardrules[cli]"') from error
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +15,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    shtab = _import_shtab()
+    shtab = import_extra("shtab", "completion", "cli")
     parser = argparse.ArgumentParser("shardrules")
     commands = parser.add_subparsers()
     for name, summary in COMMANDS.items():

@@ -3,18 +3,19 @@
 import argparse
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from shardrules.cli.command import FINDINGS, SUCCESS, Command
 from shardrules.cli.errors import UsageError
 from shardrules.cli.files import check_writable, write
-from shardrules.cli.init.text import GuessedRules, guess_rules
+from shardrules.cli.init.text import guess_rules
 from shardrules.cli.init.workflow import WORKFLOW, repository_of, workflow_text
 from shardrules.cli.models import Model, load_model
 from shardrules.cli.optimizers import optimizer_state
-from shardrules.cli.subject import make_plan, read_mesh
+from shardrules.cli.subject import add_model, make_plan, read_mesh
 from shardrules.cli.terminal import finding_line, show, working
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.spec import same
@@ -26,11 +27,7 @@ RULES, GOLDEN = Path("rules.toml"), Path("plan.json")
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="module:function, file.py:function, a safetensors file or index, an orbax checkpoint, or a plan's JSON",
-    )
+    add_model(parser)
     parser.add_argument("--mesh", metavar="MESH", required=True, help="axes and sizes, data:16,model:4")
     parser.add_argument("--optimizer", metavar="NAME", help="counts its state, too: adamw, adafactor, lion, sgd, ...")
     parser.add_argument("--force", action="store_true", help="replace files that exist")
@@ -52,19 +49,19 @@ def _run(args: argparse.Namespace) -> int:
         whole = ReplicateShardingRule().plan(model.tree, mesh).check()
         if args.optimizer is not None:
             optimizer_state(args.optimizer, model.tree)
-        rules = guess_rules(name, whole, str(GOLDEN), args.optimizer)
-        plan = _plan_as_written(rules, model, mesh)
+        text, specs = guess_rules(name, whole, str(GOLDEN), args.optimizer)
+        plan = _plan_as_written(text, specs, model, mesh)
     subject = [name, "--rules", str(RULES)]
     texts = {
-        RULES: rules.text,
+        RULES: text,
         GOLDEN: f"{plan.to_json()}\n",
         workflow: workflow_text(Path.cwd(), subject, [] if args.optimizer is None else ["optax"]),
     }
     for file in texts:
         # Before anything is written: all files, or none.
         check_writable(file, makes_folders=True)
-    for file, text in texts.items():
-        write(file, text, makes_folders=True)
+    for file, content in texts.items():
+        write(file, content, makes_folders=True)
     listed = [finding for finding in plan.findings if finding.severity != "note"]
     for finding in listed:
         show(finding_line(finding))
@@ -79,10 +76,10 @@ def _portable(model: str) -> str:
     return os.path.relpath(path) if is_inside else model
 
 
-def _plan_as_written(rules: GuessedRules, model: Model, mesh: AbstractMesh) -> ShardingPlan:
+def _plan_as_written(text: str, specs: Sequence[PartitionSpec], model: Model, mesh: AbstractMesh) -> ShardingPlan:
     """The plan that `check` makes of the text, which must decide every array as it was guessed."""
-    plan = make_plan(read_rules_text(rules.text, RULES).rules, model.tree, mesh).check()
-    for leaf, path, spec in zip(plan.leaves, plan.paths, rules.specs, strict=True):
+    plan = make_plan(read_rules_text(text, RULES).rules, model.tree, mesh).check()
+    for leaf, path, spec in zip(plan.leaves, plan.paths, specs, strict=True):
         decision = plan.decision(path).spec
         if decision is None or not same(decision, spec):
             raise UsageError(f"no pattern can tell {leaf.path!r} from other arrays: rename it, or write rules by hand")

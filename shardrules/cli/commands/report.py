@@ -2,16 +2,13 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from shardrules.cli.command import SUCCESS, Command
-from shardrules.cli.errors import UsageError, one_line
 from shardrules.cli.files import read_text, write
-from shardrules.cli.models import kind_of, read_json
+from shardrules.cli.models import read_report
 from shardrules.cli.subject import add_subject, load_subject, read_rules
 from shardrules.cli.terminal import complain, show, working
 from shardrules.core.axes import mesh_text
-from shardrules.core.errors import ReportError
 from shardrules.core.text import bytes_text
 from shardrules.page.page import report_page
 from shardrules.programs.audits.report import AuditReport
@@ -33,10 +30,10 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    audit = None if args.audit is None else _read(args.audit, AuditReport, ReportError, "audit")
-    autoplan = None if args.autoplan is None else _read(args.autoplan, AutoPlanReport, ReportError, "autoplan")
+    audit = None if args.audit is None else read_report(args.audit, AuditReport, "audit")
+    autoplan = None if args.autoplan is None else read_report(args.autoplan, AutoPlanReport, "autoplan")
     train_plan = args.train_plan
-    training = None if train_plan is None else _read(train_plan, TrainingPlanReport, ReportError, "train-plan")
+    training = None if train_plan is None else read_report(train_plan, TrainingPlanReport, "train-plan")
     rules = read_rules(args)
     subject = load_subject(args, rules)
     mesh = mesh_text(subject.plan.mesh)
@@ -54,7 +51,7 @@ def _run(args: argparse.Namespace) -> int:
             training=training,
             title=title,
             # A file has comments, too.
-            rules=None if rules is None else rules.rule if rules.file is None else read_text(rules.file.file),
+            rules=None if rules is None else read_text(rules.file.file) if rules.file.file.name else rules.file.rules,
             command=args.command_line,
         )
     write(args.output, page)
@@ -62,20 +59,6 @@ def _run(args: argparse.Namespace) -> int:
     many = f"{len(shown)} finding{'s' * (len(shown) != 1)}"
     show(f"{args.output}: {subject.summary}, {many}; the page has {bytes_text(len(page.encode()))}")
     return SUCCESS
-
-
-def _read(file: Path, kind: Any, error: type[Exception], command: str) -> Any:
-    text = read_text(file)
-    data = read_json(file, text)
-    if not isinstance(data, dict) or f"shardrules_{command.replace('-', '_')}" not in data:
-        document = kind_of(data)
-        cause = f"{file} is {document}, not" if document else f"{file} is not"
-        raise UsageError(f"--{command}: {cause} what shardrules {command} -o writes")
-    try:
-        return kind.from_json(text)
-    except error as problem:
-        hint = f"write one with shardrules {command} -o {file.name}"
-        raise UsageError(f"--{command} {file}: {one_line(problem)}; {hint}") from problem
 
 
 COMMAND = Command(

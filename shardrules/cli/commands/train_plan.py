@@ -1,21 +1,18 @@
 """`shardrules train-plan`: plans training on a cluster, from a loss."""
 
 import argparse
-import contextlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from shardrules.cli.command import SUCCESS, Command
 from shardrules.cli.errors import UsageError, byte_option
 from shardrules.cli.files import check_writable, write
-from shardrules.cli.objects import load_object, load_shapes
+from shardrules.cli.objects import load_object, load_shapes, user_code
 from shardrules.cli.optimizers import load_optimizer
 from shardrules.cli.rules import load_rules
-from shardrules.cli.step import errors_in_one_line, read_hardware
-from shardrules.cli.terminal import emit_progress, show, working
+from shardrules.cli.step import read_hardware
+from shardrules.cli.terminal import show, working
+from shardrules.core.errors import ShardRulesError
 from shardrules.core.storage.records import read_json
 from shardrules.programs.training.cluster import AXES
 from shardrules.programs.training.plan_training import plan_training
@@ -65,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
     optimizer = load_optimizer(args.optimizer)
     if not callable(getattr(optimizer, "update", None)):
         raise UsageError(f"--optimizer {args.optimizer} has no update: name an optax.GradientTransformation")
-    with errors_in_one_line(args.loss, "the loss"), _progress(f"planning {args.loss}") as progress:
+    with user_code(f"{args.loss}: the loss", ShardRulesError), working(f"planning {args.loss}") as progress:
         plan = plan_training(
             loss.value,
             model,
@@ -76,7 +73,7 @@ def _run(args: argparse.Namespace) -> int:
             example_dims=example_dims,
             memory_limit=memory_limit,
             host_memory=host_memory,
-            pins=None if pins is None else pins.rule,
+            pins=None if pins is None else pins.file.rules,
             microbatches=args.microbatches,
             stages=args.stages,
             accumulate_dtype=args.accumulate_dtype,
@@ -97,16 +94,6 @@ def _read_dims(text: str, batch: Any) -> Any:
     except ValueError as error:
         raise UsageError(f"--example-dims must be an integer, or JSON like the batch, got {text!r}") from error
     return tuple(dims) if isinstance(dims, list) and isinstance(batch, tuple) else dims  # JSON has no tuples
-
-
-@contextlib.contextmanager
-def _progress(task: str) -> Iterator[Callable[[str], None]]:
-    """Shows what is planned: on a terminal in one line, elsewhere a line for each plan on the standard error."""
-    if Console(stderr=True).is_terminal:
-        with working(task):
-            yield lambda text: None
-    else:
-        yield emit_progress
 
 
 COMMAND = Command(

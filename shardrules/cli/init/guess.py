@@ -12,7 +12,6 @@ from typing import final
 
 import attrs
 
-from shardrules.cli.init.axes import AxisRoles, axis_roles
 from shardrules.core.leaf import Leaf
 from shardrules.core.spec import Entries
 
@@ -36,6 +35,17 @@ _PARAMETERS = ("weight", "kernel", "w", "embedding", "bias", "b", "scale")
 _WRAPPERS = ("value", "raw_value")
 """The last name of an array's path in some boxes."""
 
+_ROLES = {
+    "tensor": ("model", "mdl", "tensor", "tp", "mp"),
+    "expert": ("expert", "experts", "ep"),
+    "stage": ("stage", "stages", "pipe", "pipeline", "pp"),
+    "data": (
+        *("data", "dp", "ddp", "dcn", "batch", "replica", "fsdp", "hsdp", "zero", "shard"),
+        *("cp", "sp", "seq", "sequence"),
+    ),
+}
+"""The names of axes by what they split: the features of a layer, its experts, stacked layers, or whatever is left."""
+
 _EMBEDDING = ("embed", "embedding", "embeddings", "embedder", "emb", "wte", "vocab", "lookup")
 _POSITION = ("pos", "position", "positions", "positional", "wpe")
 _HEAD = ("head", "unembed", "unembedding", "logits", "classifier")
@@ -43,6 +53,16 @@ _MLP_NARROWS = ("down", "wo", "w2", "fc2", "linear2", "dense2", "dense_4h_to_h")
 _NARROWS = (*_MLP_NARROWS, "o", "out", "output", "proj", "c_proj")
 _WIDENS = ("up", "gate", "wi", "w1", "w3", "fc1", "c_fc", "linear1", "dense1", "intermediate", "dense_h_to_4h")
 _PROJECTS = ("q", "k", "v", "query", "key", "value", "qkv", "kv", "in", "c_attn")
+
+
+def axis_roles(sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """Returns the axes of a mesh for each role. Where no name says so, the last of several axes splits features."""
+    words = {name: name.lower().removesuffix("_parallel").removesuffix("_axis") for name in sizes}
+    roles = {name: next((role for role, names in _ROLES.items() if word in names), "") for name, word in words.items()}
+    unknown = [name for name, role in roles.items() if not role]
+    if unknown and len(sizes) > 1 and "tensor" not in roles.values():
+        roles[unknown[-1]] = "tensor"
+    return {role: tuple(name for name in sizes if (roles[name] or "data") == role) for role in _ROLES}
 
 
 @final
@@ -109,7 +129,8 @@ class Guesser:
     """Common facts for the guesses of all arrays of a tree."""
 
     sizes: Mapping[str, int]
-    roles: AxisRoles
+    roles: Mapping[str, tuple[str, ...]]
+    """The axes for features (`tensor`), experts, stages and the rest (`data`)."""
     width: int
     """The size that most dimensions have; 0 without a matrix."""
     vocabularies: tuple[int, ...]
@@ -153,18 +174,18 @@ class Guesser:
         layer = _Layer.of(leaf.path)
         has_experts = len(dims) == 3 and (layer.is_in("expert") or (not layer.parameter and layer.is_mlp))
         label, features, others = self._dims(layer, leaf.shape, dims[1:] if has_experts else dims)
-        split = _Split(leaf.shape, self.sizes)
+        split, tensor = _Split(leaf.shape, self.sizes), self.roles["tensor"]
         if first:
-            split.put(self.roles.stage, [0])
+            split.put(self.roles["stage"], [0])
         if has_experts:
             label = f"Experts, {label[0].lower()}{label[1:]}"
-            split.put(self.roles.expert, [dims[0]])
+            split.put(self.roles["expert"], [dims[0]])
         rest = [dim for dim in sorted(dims, key=lambda dim: -leaf.shape[dim]) if dim not in (*features, *others)]
         if label == CONVOLUTION:
             rest = []  # of a window of 3 x 3 no device needs a part
-        split.put(self.roles.tensor, [*features, *others, *rest])
+        split.put(tensor, [*features, *others, *rest])
         # Where nothing is for experts or stages, their axes split like data axes.
-        split.put(tuple(name for name in self.sizes if name not in self.roles.tensor), [*others, *rest, *features])
+        split.put(tuple(name for name in self.sizes if name not in tensor), [*others, *rest, *features])
         return Guess(split.trimmed(), label) if any(split.entries) else Guess((), INDIVISIBLE)
 
     def _dims(self, layer: _Layer, shape: tuple[int, ...], dims: Sequence[int]) -> tuple[str, list[int], list[int]]:
@@ -222,10 +243,9 @@ class _Split:
 
     shape: tuple[int, ...]
     sizes: Mapping[str, int]
-    entries: list[tuple[str, ...]] = attrs.field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.entries = [() for _ in self.shape]
+    entries: list[tuple[str, ...]] = attrs.field(
+        default=attrs.Factory(lambda self: [()] * len(self.shape), takes_self=True), init=False
+    )
 
     def put(self, axes: tuple[str, ...], dims: Iterable[int]) -> None:
         """Adds axes to the first of `dims` that they divide, together or else one by one."""
@@ -254,13 +274,6 @@ def stacked_modules(leaves: Sequence[Leaf]) -> tuple[str, ...]:
     """Returns the modules whose arrays are stacked, as `filter_vmap` and `scan` stack layers: the outermost ones.
 
     All their arrays have the same first dimension, and there are vectors as well as matrices behind it.
-
-    ```python
-    from shardrules.cli.init.guess import stacked_modules
-
-    leaves = [sr.Leaf("layers/up", (12, 64, 256), jnp.float32), sr.Leaf("layers/norm", (12, 64), jnp.float32)]
-    assert stacked_modules(leaves) == ("layers",)
-    ```
     """
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for leaf in leaves:

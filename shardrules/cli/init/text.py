@@ -1,9 +1,7 @@
 """A file of rules as text, from guesses."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import final
 
-import attrs
 from jax.sharding import PartitionSpec
 
 from shardrules.cli.init.guess import Guess, Guesser
@@ -16,19 +14,12 @@ from shardrules.core.spec import make_spec
 from shardrules.core.text import bytes_text
 
 
-@final
-@attrs.frozen
-class GuessedRules:
-    """A file of rules as text, and what it decides for each path of the tree."""
+def guess_rules(
+    name: str, plan: ShardingPlan, golden: str, optimizer: str | None = None
+) -> tuple[str, tuple[PartitionSpec, ...]]:
+    """Returns a file of guessed rules for the arrays of a plan, and the spec of each path.
 
-    text: str
-    specs: tuple[PartitionSpec, ...]
-
-
-def guess_rules(name: str, plan: ShardingPlan, golden: str, optimizer: str | None = None) -> GuessedRules:
-    """Guesses rules for the arrays of a plan, whose decisions are not read.
-
-    `name` is what the command calls the model, `golden` the file of the golden plan.
+    The plan's decisions are not read. `name` is what the command calls the model, `golden` the file of the golden plan.
     """
     sizes = mesh_sizes(plan.mesh)
     guesser = Guesser.of(plan.kinds, plan.counts, sizes)
@@ -51,8 +42,7 @@ def guess_rules(name: str, plan: ShardingPlan, golden: str, optimizer: str | Non
     )
     leaves = [plan.kinds[kind] for kind in plan.kind_indices]
     tables = ["\n".join(_tables(guess, group, leaves, sizes)) for guess, group in patterns(plan.paths, guesses)]
-    specs = tuple(make_spec(guess.entries) for guess in guesses)
-    return GuessedRules("\n".join([head, *tables]), specs)
+    return "\n".join([head, *tables]), tuple(make_spec(guess.entries) for guess in guesses)
 
 
 def _tables(guess: Guess, group: Sequence[Pattern], leaves: Sequence[Leaf], sizes: Mapping[str, int]) -> Iterator[str]:
@@ -77,15 +67,7 @@ def _entry(axes: tuple[str, ...]) -> str:
 
 
 def toml_string(text: str) -> str:
-    """Returns a string of TOML: literal if it can be, since backslashes are common in patterns.
-
-    ```python
-    from shardrules.cli.init.text import toml_string
-
-    assert toml_string(r"layers/\\d+") == r"'layers/\\d+'"
-    assert toml_string("it's") == '"it\\'s"'
-    ```
-    """
+    """Returns a string of TOML: literal if it can be, since backslashes are common in patterns."""
     if "'" not in text and text.isprintable() and "\\" in text:
         return f"'{text}'"
     quoted = text.replace("\\", "\\\\").replace('"', '\\"')

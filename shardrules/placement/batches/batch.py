@@ -19,6 +19,7 @@ from shardrules.core.errors import (
     PlanError,
     ShardRulesError,
     TreeError,
+    shortened,
 )
 from shardrules.core.finding import Finding, shape_text
 from shardrules.core.jax_state import under_trace
@@ -40,7 +41,7 @@ _ROUNDS = 4
 say that look at sizes. Chosen by hand."""
 
 _SHOWN = 16
-"""The most arrays that differ and are shown. Half as many may hide a second cause, twice as many fill the screen."""
+"""The most arrays that differ and are shown, chosen by hand."""
 
 
 def place_batch(local: Any, how: How, mesh: AnyMesh | None = None, *, timeout: float = 200) -> Any:
@@ -245,16 +246,14 @@ def _difference(shapes: list[dict[str, str]]) -> str:
     paths = list(dict.fromkeys(path for part in shapes for path in part))
     different = [path for path in paths if len(dict.fromkeys(part.get(path) for part in shapes)) > 1]
     lines = [
-        f"  {path or 'the batch'}: "
+        f"{path or 'the batch'}: "
         + ", ".join(f"process {process} has {part.get(path, 'none')}" for process, part in enumerate(shapes))
-        for path in different[:_SHOWN]
+        for path in different
     ]
-    more = [f"  and {len(different) - _SHOWN} more"] if len(different) > _SHOWN else []
     # Trees may also differ in leaves that are not arrays.
-    lines = lines or ["  leaves that are not arrays"]
-    return "\n".join(
-        [f"{CALLER}: the parts of the processes differ; drop or pad what is left over at the end:", *lines, *more]
-    )
+    lines = shortened(lines or ["leaves that are not arrays"], _SHOWN)
+    head = f"{CALLER}: the parts of the processes differ; drop or pad what is left over at the end:"
+    return "\n  ".join([head, *lines])
 
 
 def _spanning(shardings: Sequence[Sharding | None]) -> list[tuple[int, Finding]]:

@@ -110,21 +110,15 @@ class _Item:
 
 
 @final
+@attrs.define(eq=False, repr=False)
 class PlacedBatches(Iterator[Any]):
     """The batches that `place_batches` places: an iterator and a context manager."""
 
-    def __init__(
-        self,
-        take: Callable[[], _Item],
-        timeout: float,
-        stop: Callable[[], None] = lambda: None,
-        thread: threading.Thread | None = None,
-    ) -> None:
-        self._take = take
-        self._timeout = timeout
-        self._stop = stop
-        self._thread = thread
-        self._is_closed = False
+    _take: Callable[[], _Item]
+    _timeout: float
+    _stop: Callable[[], None] = lambda: None
+    _thread: threading.Thread | None = None
+    _is_closed: bool = attrs.field(default=False, init=False)
 
     def __next__(self) -> Any:
         if self._is_closed:

@@ -23,21 +23,12 @@ def is_rows(node: Any) -> bool:
 
 def has_equal_parts(batch: Any) -> bool:
     """Returns whether a batch has a list of equal parts with arrays, as of loaders that do not stack their rows."""
-    lists = [node for node in jax.tree.leaves(batch, is_leaf=_is_list) if _is_list(node)]
-    return any(len(parts) > 1 and len({_structure(part) for part in parts}) == 1 for parts in lists)
+    nodes = jax.tree.leaves(batch, is_leaf=lambda node: isinstance(node, list))
+    return any(isinstance(node, list) and len(node) > 1 and len({*map(_structure, node)}) == 1 for node in nodes)
 
 
 def as_array(value: Any) -> Any:
-    """Returns a leaf of a batch as it is placed, numbers and functions as they are, or why it cannot be placed.
-
-    ```python
-    from shardrules.placement.batches.values import as_array
-
-    assert as_array([[1, 2], [3, 4]]).shape == (2, 2)
-    assert as_array(0.5) == 0.5
-    assert as_array("train").code == "not-array"
-    ```
-    """
+    """Returns a leaf of a batch as it is placed, numbers and functions as they are, or why it cannot be placed."""
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         remedy = "Pass value.filled(number), and the mask as an array of its own"
         return Finding("error", "masked", "arrays of JAX have no mask, and this one would be lost", "", remedy)
@@ -70,10 +61,6 @@ def _has_number(node: Any) -> bool:
 
 def _is_number(node: Any) -> bool:
     return isinstance(node, bool | int | float | complex | np.number | np.bool_)
-
-
-def _is_list(node: Any) -> bool:
-    return isinstance(node, list)
 
 
 def _structure(part: Any) -> Any:

@@ -191,7 +191,7 @@ def _run_guarded(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any
     call, result = flatten_call(fn, args, kwargs), Result()
     program = jax.make_jaxpr(call.flat_function(result))(*call.arrays)
     guarded = errors_of(fn).guard(program)
-    return result.tree(jaxpr_as_fun(guarded)(*call.arrays)), guarded is not program
+    return result.tree_and_writes(jaxpr_as_fun(guarded)(*call.arrays))[0], guarded is not program
 
 
 def _nans(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

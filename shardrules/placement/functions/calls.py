@@ -27,6 +27,7 @@ from shardrules.core.errors import ConfigTypeError, TreeError, printable
 from shardrules.core.tree import leaf_paths
 from shardrules.placement.cache import Cache, static_key
 from shardrules.placement.source import ArraySource
+from shardrules.rules.how import How, HowEach
 
 
 @final
@@ -109,10 +110,6 @@ class Result:
     """For each array that is written to an argument, the index of the array of the call that it takes the place of, if
     the two have one shape."""
 
-    def tree(self, arrays: Iterable[Any]) -> Any:
-        """Returns the result with these arrays in it."""
-        return self.tree_and_writes(arrays)[0]
-
     def tree_and_writes(self, arrays: Iterable[Any]) -> tuple[Any, dict[int, Any]]:
         """Returns the result with these arrays in it, and what to write to variables of the arguments."""
         rest = iter(arrays)
@@ -129,15 +126,7 @@ def _sources(arrays: Sequence[Any], variables: ArgumentVariables, writes: Mappin
 
 
 def flatten_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: str = "filter_jit") -> FlatCall:
-    """Returns a call, flattened; refuses what cannot be traced.
-
-    ```python
-    from shardrules.placement.functions.calls import flatten_call
-
-    call = flatten_call(max, (np.ones(3), 2), {})
-    assert (len(call.arrays), call.static) == (1, {0: max, 2: 2})
-    ```
-    """
+    """Returns a call, flattened; refuses what cannot be traced."""
     refuse_cycles((fn, args, kwargs))
     leaves, treedef = jax.tree.flatten((fn, args, kwargs))
     opaque = opaque_types()
@@ -153,6 +142,26 @@ def flatten_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller:
         else:
             static[index] = leaf
     return FlatCall(fn, args, kwargs, treedef, arrays, static, shared_leaves((fn, args, kwargs)))
+
+
+def argument_parts(call: FlatCall, how: HowEach, caller: str, name: str) -> list[tuple[str, Any, How]]:
+    """Returns the name and the tree of all that a call has, each with its part of `how`, which is called `name`."""
+    count = len(call.args)
+    items = how if isinstance(how, tuple) else (how,) * count
+    if len(items) > count:
+        raise TreeError(f"{caller}: {name} has {len(items)} items, and the call has {count} positional arguments")
+    items += (None,) * (count - len(items))  # arguments that have defaults may be left out
+    arguments = [(f"argument {n}", arg, item) for n, (arg, item) in enumerate(zip(call.args, items, strict=True))]
+    return [("the function", call.fn, None), *arguments, ("the keyword arguments", call.kwargs, None)]
+
+
+def result_parts(result: Any, how: HowEach, caller: str, name: str) -> list[tuple[str, Any, How]]:
+    """Returns the name and the tree of each part of a result, with its part of `how`, which is called `name`."""
+    if not isinstance(how, tuple) or not isinstance(result, tuple):
+        return [("the result", result, how)]  # pyright: ignore[reportReturnType]  (a tuple may be a tree of specs, too)
+    if len(how) != len(result):
+        raise TreeError(f"{caller}: {name} has {len(how)} items, the function returns {len(result)}")
+    return [(f"result {n}", part, item) for n, (part, item) in enumerate(zip(result, how, strict=True))]
 
 
 def check_same_call(call: FlatCall, lowered_for: FlatCall) -> None:

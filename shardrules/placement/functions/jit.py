@@ -30,7 +30,7 @@ from shardrules.placement.functions.calls import (
     flatten_call,
     signature_of,
 )
-from shardrules.placement.functions.options import Donate, Options, shared_options
+from shardrules.placement.functions.options import Donate, Options
 from shardrules.placement.functions.program import Meshes, Program, as_struct, compile_call, in_shardings_of, on_mesh
 from shardrules.placement.functions.stages import LoweredFunction
 from shardrules.placement.transfer import put_unplaced
@@ -126,7 +126,7 @@ def filter_jit(
         raise ConfigTypeError(
             f"filter_jit compiles a function, got {fn!r:.80}. Pass rules as in_shardings and out_shardings"
         )
-    return FilterJit(as_tree(fn), shared_options(mesh, in_shardings, out_shardings, donate, axis_types))
+    return FilterJit(as_tree(fn), Options.of(mesh, in_shardings, out_shardings, donate, axis_types))
 
 
 @final

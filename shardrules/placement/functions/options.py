@@ -1,8 +1,6 @@
-"""The options of `filter_jit`: equal options are one object, by which compiled programs are kept."""
+"""The options of `filter_jit`."""
 
-import threading
 import types
-import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, TypeAlias, final
 
@@ -23,39 +21,32 @@ _DONATE = ("none", "all", "all-except-first", "warn", "warn-except-first")
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.frozen(cache_hash=True)
 class Options:
-    """Options of compiling a function; the fields are the arguments of `filter_jit`."""
+    """Options of compiling a function, by which compiled programs are kept."""
 
-    mesh: AnyMesh | None
-    in_shardings: HowEach
-    out_shardings: HowEach
-    donate: tuple[int | str, ...] | str
-    axis_types: AxisTypes
+    mesh: AnyMesh | None = attrs.field(eq=False)
+    in_shardings: HowEach = attrs.field(eq=False)
+    out_shardings: HowEach = attrs.field(eq=False)
+    donate: tuple[int | str, ...] | str = attrs.field(eq=False)
+    axis_types: AxisTypes = attrs.field(eq=False)
+    key: Hashable
+    """A key of the other fields, some of which have no hash."""
+
+    @staticmethod
+    def of(
+        mesh: AnyMesh | None, in_shardings: HowEach, out_shardings: HowEach, donate: Donate, axis_types: AxisTypes
+    ) -> "Options":
+        """Returns the options from the arguments of `filter_jit`."""
+        chosen = _as_donate(donate)
+        key = (mesh, _key(in_shardings), _key(out_shardings), chosen, _key(axis_types))
+        return Options(mesh, in_shardings, out_shardings, chosen, axis_types, key)
 
     @property
     def are_equinox(self) -> bool:
         """Returns whether `equinox.filter_jit` has all that is asked for."""
-        return (
-            self.mesh is None
-            and self.in_shardings is None
-            and self.out_shardings is None
-            and isinstance(self.donate, str)
-        )
-
-
-_LOCK = threading.Lock()
-_OPTIONS: weakref.WeakValueDictionary[Hashable, Options] = weakref.WeakValueDictionary()
-
-
-def shared_options(
-    mesh: AnyMesh | None, in_shardings: HowEach, out_shardings: HowEach, donate: Donate, axis_types: AxisTypes
-) -> Options:
-    """Returns the options, one object for equal ones."""
-    options = Options(mesh, in_shardings, out_shardings, _as_donate(donate), axis_types)
-    key = (mesh, _key(in_shardings), _key(out_shardings), options.donate, _key(axis_types))
-    with _LOCK:
-        return _OPTIONS.setdefault(key, options)
+        settings = (self.mesh, self.in_shardings, self.out_shardings)
+        return all(value is None for value in settings) and isinstance(self.donate, str)
 
 
 def _key(how: Any) -> Hashable:

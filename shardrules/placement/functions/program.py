@@ -13,13 +13,20 @@ from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from shardrules.core.axes import AnyMesh
 from shardrules.core.callables import name_of
-from shardrules.core.errors import ConfigError, PlanError, TreeError
+from shardrules.core.errors import ConfigError, PlanError
 from shardrules.core.finding import shape_text
 from shardrules.core.jax_state import jit, under_trace
 from shardrules.core.spec import device_dtype, spec_repr
 from shardrules.placement.destination import resolve_destination
 from shardrules.placement.functions.callbacks import CallbackErrors
-from shardrules.placement.functions.calls import FlatCall, Result, is_array, signature_of
+from shardrules.placement.functions.calls import (
+    FlatCall,
+    Result,
+    argument_parts,
+    is_array,
+    result_parts,
+    signature_of,
+)
 from shardrules.placement.functions.options import Options
 from shardrules.placement.traced import note_closure
 from shardrules.placement.transfer import is_placed, put_some
@@ -87,7 +94,10 @@ def compile_call(
     except Exception as error:  # JAX has no public class for errors about shardings
         _add_hint(error, meshes)
         raise
-    out_shardings = _out_shardings(options, result.tree(traced.out_info))
+    parts = result_parts(
+        result.tree_and_writes(traced.out_info)[0], options.out_shardings, "filter_jit", "out_shardings"
+    )
+    out_shardings = _shardings(parts, options.mesh)
     # What is written to an argument is where `in_shardings` has the argument.
     out_shardings += [None if source is None else shardings[source] for source in result.sources]
     program = traced.jaxpr
@@ -110,33 +120,8 @@ def compile_call(
 
 def in_shardings_of(call: FlatCall, options: Options) -> list[Sharding | None]:
     """Returns the sharding that `in_shardings` gives each array of a call; `None` leaves the array where it is."""
-    items = (
-        options.in_shardings if isinstance(options.in_shardings, tuple) else (options.in_shardings,) * len(call.args)
-    )
-    if len(items) > len(call.args):
-        raise TreeError(
-            f"filter_jit: in_shardings has {len(items)} items, and the call has {len(call.args)} positional arguments"
-        )
-    items += (None,) * (len(call.args) - len(items))  # arguments that have defaults may be left out
-    shardings = [
-        sharding
-        for n, (arg, how) in enumerate(zip(call.args, items, strict=True))
-        for sharding in _shardings(arg, how, options.mesh, f"argument {n}")
-    ]
-    return [*_no_shardings(call.fn), *shardings, *_no_shardings(call.kwargs)]
-
-
-def _out_shardings(options: Options, shapes: Any) -> list[Sharding | None]:
-    items = options.out_shardings
-    if not isinstance(items, tuple) or not isinstance(shapes, tuple):
-        return _shardings(shapes, items, options.mesh, "the result")  # pyright: ignore[reportArgumentType]  (a tuple may be a tree of specs, too)
-    if len(items) != len(shapes):
-        raise TreeError(f"filter_jit: out_shardings has {len(items)} items, the function returns {len(shapes)}")
-    return [
-        sharding
-        for n, (part, how) in enumerate(zip(shapes, items, strict=True))
-        for sharding in _shardings(part, how, options.mesh, f"result {n}")
-    ]
+    parts = argument_parts(call, options.in_shardings, "filter_jit", "in_shardings")
+    return _shardings(parts, options.mesh)
 
 
 def on_mesh(sharding: Any, old: AnyMesh | None, new: AnyMesh | None) -> Any:
@@ -183,15 +168,15 @@ def _add_hint(error: Exception, meshes: Meshes) -> None:
         error.add_note("filter_jit: the function sees Auto axes; axis_types=None keeps the mesh's own types")
 
 
-def _shardings(tree: Any, how: How, mesh: AnyMesh | None, what: str) -> list[Sharding | None]:
-    if how is None:
-        return _no_shardings(tree)
-    _, shardings = resolve_destination(tree, how, mesh, caller=f"filter_jit, {what}").arrays()
-    return list(shardings)
-
-
-def _no_shardings(tree: Any) -> list[Sharding | None]:
-    return [None for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+def _shardings(parts: Sequence[tuple[str, Any, How]], mesh: AnyMesh | None) -> list[Sharding | None]:
+    """Returns the sharding of each array of some trees, each with its name; `None` where nothing is said of a tree."""
+    shardings: list[Sharding | None] = []
+    for name, tree, how in parts:
+        if how is None:
+            shardings += [None for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+        else:
+            shardings += resolve_destination(tree, how, mesh, caller=f"filter_jit, {name}").arrays()[1]
+    return shardings
 
 
 def _donated_indices(donate: tuple[int | str, ...] | str, call: FlatCall) -> list[int]:

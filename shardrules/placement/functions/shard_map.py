@@ -1,6 +1,7 @@
 """`filter_shard_map`: `jax.shard_map` for functions of any pytrees, mapped by rules, plans or specs."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, final, overload
@@ -22,7 +23,16 @@ from shardrules.core.rule import ShardingPlan, ShardingRule
 from shardrules.core.spec import UNCONSTRAINED, axis_names, device_dtype, entries, spec_repr
 from shardrules.core.tree import spread
 from shardrules.placement.destination import common_mesh, usable_mesh
-from shardrules.placement.functions.calls import FlatCall, PartialCall, as_tree, flatten_call, is_array, signature_of
+from shardrules.placement.functions.calls import (
+    FlatCall,
+    PartialCall,
+    argument_parts,
+    as_tree,
+    flatten_call,
+    is_array,
+    result_parts,
+    signature_of,
+)
 from shardrules.placement.traced import axis_types, constrain_traced
 from shardrules.placement.transfer import put
 from shardrules.rules.how import (
@@ -210,9 +220,7 @@ class _Results:
 
     specs: Any
     whole: Any = None
-    """The result with the shapes of whole arrays, if a rule had to know them."""
-    leaf_specs: Sequence[PartitionSpec | None] = ()
-    """The specs that were decided for those, one for each leaf."""
+    """The result with the shapes of whole arrays, if a rule had to know them: then each leaf has a spec."""
 
 
 @final
@@ -231,17 +239,8 @@ class _Mapping:
 
     def in_specs(self, call: FlatCall) -> tuple[PartitionSpec, ...]:
         """Returns the spec of each array of a call."""
-        items, count = self.options.in_specs, len(call.args)
-        items = items if isinstance(items, tuple) else (items,) * count
-        if len(items) > count:
-            raise TreeError(
-                f"{_CALLER}: in_specs has {len(items)} items, and the call has {count} positional arguments"
-            )
-        items += (None,) * (count - len(items))  # arguments that have defaults may be left out
-        parts: list[tuple[str, Any, How]] = [("the function", call.fn, None)]
-        parts += [(f"argument {n}", arg, how) for n, (arg, how) in enumerate(zip(call.args, items, strict=True))]
-        parts += [("the keyword arguments", call.kwargs, None)]
-        specs = [spec for what, tree, how in parts for spec in self._leaf_specs(tree, how, what)]
+        parts = argument_parts(call, self.options.in_specs, _CALLER, "in_specs")
+        specs = [spec for name, tree, how in parts for spec in self._leaf_specs(tree, how, name)]
         return tuple(spec for spec in specs if spec is not None)
 
     def results(self, call: FlatCall, in_specs: tuple[PartitionSpec, ...]) -> _Results:
@@ -250,38 +249,41 @@ class _Mapping:
         items = how if isinstance(how, tuple) else (how,)
         if any(isinstance(item, ShardingRule) or _is_function(item) for item in items):
             whole = self._whole_result(call, in_specs)
-            parts: list[tuple[Any, How, str]] = [(whole, how, "the result")]  # pyright: ignore[reportAssignmentType]  (a tuple may be a tree of specs, too)
-            if isinstance(how, tuple) and isinstance(whole, tuple):
-                if len(how) != len(whole):
-                    raise TreeError(f"{_CALLER}: out_specs has {len(how)} items, the function returns {len(whole)}")
-                parts = [(part, item, f"result {n}") for n, (part, item) in enumerate(zip(whole, how, strict=True))]
-            leaf_specs = [spec for part, item, what in parts for spec in self._leaf_specs(part, item, what)]
-            return _Results(jax.tree.unflatten(jax.tree.structure(whole), leaf_specs), whole, leaf_specs)
+            parts = result_parts(whole, how, _CALLER, "out_specs")
+            leaf_specs = [spec for name, part, item in parts for spec in self._leaf_specs(part, item, name)]
+            return _Results(jax.tree.unflatten(jax.tree.structure(whole), leaf_specs), whole)
         specs = jax.tree.map(
             _as_spec, tuple(map(_written, items)) if isinstance(how, tuple) else _written(how), is_leaf=is_entry
         )
         # JAX reads them before there is a result: what is wrong whatever is returned, is refused here.
-        leaves = enumerate(jax.tree.leaves(specs, is_leaf=is_entry))
-        problems = [(n, finding) for n, spec in leaves for finding in self._errors(self._any_shape(spec), spec)]
+        sizes, problems = mesh_sizes(self.mesh), []
+        for index, spec in enumerate(jax.tree.leaves(specs, is_leaf=is_entry)):
+            shard = (1,) * len(spec.partitions) if isinstance(spec, PartitionSpec) else ()
+            problems += [(index, finding) for finding in self._errors(_joined(shard, spec, sizes), spec)]
         refuse_leaves(f"{_CALLER}, out_specs", specs, problems)
         return _Results(specs)
 
     def check(self, result: Any, results: _Results) -> None:
         """Raises an error that lists the shards of a result that their specs cannot put together."""
         leaves, treedef = jax.tree.flatten(result)
-        sizes, specs = mesh_sizes(self.mesh), results.leaf_specs
-        if results.whole is None:
-            specs = spread(results.specs, result, is_entry, f"{_CALLER}, the result", "specs")
-        elif jax.tree.structure(results.whole) != treedef:
+        sizes = mesh_sizes(self.mesh)
+        if results.whole is not None and jax.tree.structure(results.whole) != treedef:
             raise TreeError(f"{_CALLER}: the structure of the result depends on the sizes of the mesh axes")
+        specs = spread(results.specs, result, is_entry, f"{_CALLER}, the result", "specs")
         whole = leaves if results.whole is None else jax.tree.leaves(results.whole)
         problems: list[tuple[int, Finding]] = []
         for leaf_index, (leaf, spec, expected) in enumerate(zip(leaves, specs, whole, strict=True)):
             if not is_array(leaf):
                 continue
-            findings = self._errors(_joined(leaf.shape, spec, sizes), spec)
-            if not findings and results.whole is not None and spec is not None:
-                findings = _size_errors(leaf.shape, expected.shape, spec, sizes)
+            shape = _joined(leaf.shape, spec, sizes)
+            findings = self._errors(shape, spec)
+            if not findings and results.whole is not None and shape != expected.shape:
+                what = (
+                    f"{spec_repr(spec)} puts shards of {shape_text(leaf.shape)} together to {shape_text(shape)}, and "
+                    f"was decided for {shape_text(expected.shape)}"
+                )
+                remedy = "Return shards that are split so, or write the spec out"
+                findings = [Finding("error", "misfit", what, "", remedy, expected.shape)]
             problems += [(leaf_index, finding) for finding in findings]
         refuse_leaves(f"{_CALLER}, the result", result, problems)
 
@@ -295,23 +297,19 @@ class _Mapping:
             constrain_traced(jnp.asarray(array), self.mesh, spec) for array, spec in zip(arrays, specs, strict=True)
         ]
 
-    def _leaf_specs(self, tree: Any, how: How, what: str) -> list[PartitionSpec | None]:
+    def _leaf_specs(self, tree: Any, how: How, name: str) -> list[PartitionSpec | None]:
         """Returns the spec of each leaf of a tree; `None` for leaves that are not arrays."""
-        caller = f"{_CALLER}, {what}"
+        caller = f"{_CALLER}, {name}"
         leaves = jax.tree.leaves(tree)
         resolved = resolve(how, tree, self.mesh, caller)
         if resolved.plan is not None:
             plan = checked_plan(resolved.plan, self.mesh, caller)
             specs = by_leaf(plan, plan.kind_specs, len(leaves), caller)
         else:
-            pairs = zip(leaves, resolved.entries, strict=True)
-            specs = [_as_spec(entry) if is_array(leaf) else None for leaf, entry in pairs]
-        problems = [
-            (leaf_index, finding)
-            for leaf_index, (leaf, spec) in enumerate(zip(leaves, specs, strict=True))
-            if spec is not None
-            for finding in self._errors(leaf.shape, spec)
-        ]
+            specs = list(map(_as_spec, resolved.entries))
+        specs = [spec if is_array(leaf) else None for leaf, spec in zip(leaves, specs, strict=True)]
+        pairs = enumerate(zip(leaves, specs, strict=True))
+        problems = [(n, bad) for n, (leaf, spec) in pairs if spec is not None for bad in self._errors(leaf.shape, spec)]
         refuse_leaves(caller, tree, problems)
         return specs
 
@@ -328,11 +326,6 @@ class _Mapping:
             for name in axis_names(spec)
             if name in self.mesh.axis_names and name not in mapped
         ]
-
-    def _any_shape(self, spec: Any) -> tuple[int, ...]:
-        """Returns the shape of some array that a spec fits, if any does."""
-        ndim = len(spec.partitions) if isinstance(spec, PartitionSpec) else 0
-        return _joined((1,) * ndim, spec, mesh_sizes(self.mesh))
 
     def _whole_result(self, call: FlatCall, in_specs: tuple[PartitionSpec, ...]) -> Any:
         """Returns the result with the shapes of whole arrays: as if each mesh axis had one device."""
@@ -391,28 +384,9 @@ def _as_spec(entry: Any) -> Any:
     return entry.spec if isinstance(entry, NamedSharding) else entry
 
 
-def _parts(ndim: int, spec: PartitionSpec, sizes: Mapping[str, int]) -> list[int]:
-    """Returns in how many parts each dimension is split; 1 for axes that the mesh lacks."""
-    parts = [1] * ndim
-    for dim, entry in enumerate(entries(spec)[:ndim]):
-        parts[dim] = math.prod(sizes.get(name, 1) for name in entry)
-    return parts
-
-
 def _joined(shape: tuple[int, ...], spec: Any, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the shape of a whole array from that of a shard."""
+    """Returns the shape of a whole array from the shape of a shard; axes that the mesh lacks do not split it."""
     if not isinstance(spec, PartitionSpec) or UNCONSTRAINED in spec.partitions:
         return shape
-    return tuple(size * count for size, count in zip(shape, _parts(len(shape), spec, sizes), strict=True))
-
-
-def _size_errors(
-    shard: tuple[int, ...], whole: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]
-) -> list[Finding]:
-    if _joined(shard, spec, sizes) == whole:
-        return []
-    what = (
-        f"{spec_repr(spec)} puts shards of {shape_text(shard)} together to {shape_text(_joined(shard, spec, sizes))}, "
-        f"and was decided for {shape_text(whole)}"
-    )
-    return [Finding("error", "misfit", what, "", "Return shards that are split so, or write the spec out", whole)]
+    parts = (math.prod(sizes.get(name, 1) for name in entry) for entry in entries(spec))
+    return tuple(size * count for size, count in itertools.zip_longest(shape, parts, fillvalue=1))[: len(shape)]

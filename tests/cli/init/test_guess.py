@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.cli.init.guess import axis_roles
 from shardrules.cli.init.text import guess_rules
 from shardrules.core.axes import AnyMesh
 from shardrules.core.spec import same
@@ -23,7 +24,7 @@ def shapes(tree: Any) -> Any:
 def guessed(tree: Any, mesh: str | AnyMesh) -> dict[str, P]:
     """The specs of the guessed rules, by path."""
     plan = sr.ReplicateShardingRule().plan(tree, sr.mesh_shape(mesh) if isinstance(mesh, str) else mesh)
-    return dict(zip(plan.paths, guess_rules("model", plan, "plan.json").specs, strict=True))
+    return dict(zip(plan.paths, guess_rules("model", plan, "plan.json")[1], strict=True))
 
 
 D, H, V = 1024, 4096, 50304
@@ -58,121 +59,100 @@ CONVOLUTIONS = {
 }
 
 
+GRID = "data:4,model:2"
+
+AS_WIDE_AS_THE_VOCABULARY = {
+    "embed": (512, 256),
+    "blocks": [{"up": (256, 512), "down": (512, 256)}],
+    "lm_head": (512, 256),
+}
+EXPERT_BIASES = {"experts": {"up": (32, D, H), "up_bias": (32, H), "down": (32, H, D)}}
+ODD_ROWS = {"wte": {"embedding": (50257, 768)}}
+SEVEN = {"w": (7, 4096)}
+PRIMES = {"w": (7, 5)}
+VECTORS = {"w": (8,), "b": (2**20,)}
+FSDP = {"up": (D, H), "down": (H, D)}
+
+ROWS: list[tuple[Any, str, str, P]] = [
+    (TORCH, GRID, "embed_tokens/weight", P("model", "data")),
+    (TORCH, GRID, "layers/0/self_attn/q_proj/weight", P("model", "data")),
+    (TORCH, GRID, "layers/0/self_attn/o_proj/weight", P("data", "model")),
+    (TORCH, GRID, "layers/0/mlp/up_proj/weight", P("model", "data")),
+    (TORCH, GRID, "layers/0/mlp/down_proj/weight", P("data", "model")),
+    (TORCH, GRID, "layers/0/norm/weight", P()),
+    (TORCH, GRID, "lm_head/weight", P("model", "data")),
+    (FLAX, GRID, "wte/embedding", P("model", "data")),
+    (FLAX, GRID, "h/0/c_attn/kernel", P("data", "model")),
+    (FLAX, GRID, "h/0/c_proj/kernel", P("model", "data")),
+    (FLAX, GRID, "h/0/c_fc/kernel", P("data", "model")),
+    (FLAX, GRID, "head/kernel", P("data", "model")),
+    (FLAX, GRID, "head/bias", P()),
+    (HEADS, "fsdp:4,tp:2", "query/kernel", P("fsdp", "tp")),
+    (HEADS, "fsdp:4,tp:2", "out/kernel", P("tp", None, "fsdp")),
+    (HEADS, "fsdp:4,tp:2", "query/bias", P()),
+    (HEADS, "fsdp:4,tp:2", "out/bias", P()),
+    (HEADS, "fsdp:4,tp:32", "query/kernel", P("fsdp", None, "tp")),
+    (HEADS, "fsdp:4,tp:32", "out/kernel", P(None, "tp", "fsdp")),
+    (HEADS, "fsdp:4,tp:6", "query/kernel", P("fsdp")),
+    (BARE, GRID, "mlp/up", P("data", "model")),
+    (BARE, GRID, "mlp/down", P("model", "data")),
+    (BARE, GRID, "attention/q", P("data", "model")),
+    (BARE, GRID, "attention/o", P("model", "data")),
+    (TRANSPOSED, GRID, "mlp/up", P("model", "data")),
+    (TRANSPOSED, GRID, "mlp/down", P("data", "model")),
+    (TRANSPOSED, GRID, "attention/q", P("model", "data")),
+    (TRANSPOSED, GRID, "attention/o", P("data", "model")),
+    (EXPERTS, "data:4,expert:8,model:2", "experts/up", P("expert", "data", "model")),
+    (EXPERTS, "data:4,expert:8,model:2", "experts/down", P("expert", "model", "data")),
+    (EXPERTS, "data:4,expert:8,model:2", "up", P(("data", "expert"), "model")),
+    (EXPERTS, "data:4,expert:8,model:2", "norm", P()),
+    (EXPERTS, GRID, "experts/up", P(None, "data", "model")),
+    (EXPERTS, GRID, "experts/down", P(None, "model", "data")),
+    (STACKED, "stage:4,data:4,model:2", "layers/up/kernel", P("stage", "data", "model")),
+    (STACKED, "stage:4,data:4,model:2", "layers/down/kernel", P("stage", "model", "data")),
+    (STACKED, "stage:4,data:4,model:2", "layers/norm/scale", P()),
+    (STACKED, GRID, "layers/up/kernel", P(None, "data", "model")),
+    (STACKED, GRID, "layers/norm/scale", P()),
+    (CONVOLUTIONS, GRID, "flax/conv/kernel", P(None, None, "data", "model")),
+    (CONVOLUTIONS, GRID, "torch/conv/weight", P("model", "data")),
+    (AS_WIDE_AS_THE_VOCABULARY, GRID, "blocks/0/up", P("data", "model")),
+    (AS_WIDE_AS_THE_VOCABULARY, GRID, "blocks/0/down", P("model", "data")),
+    (AS_WIDE_AS_THE_VOCABULARY, GRID, "lm_head", P("model", "data")),
+    (EXPERT_BIASES, "data:4,expert:2,model:2", "experts/up", P("expert", "data", "model")),
+    (EXPERT_BIASES, "data:4,expert:2,model:2", "experts/up_bias", P()),
+    (ODD_ROWS, GRID, "wte/embedding", P(None, ("model", "data"))),
+    (SEVEN, GRID, "w", P(None, ("model", "data"))),
+    (PRIMES, GRID, "w", P()),
+    (VECTORS, "data:4", "w", P()),
+    (VECTORS, "data:4", "b", P("data")),
+    (FSDP, "data:4", "up", P("data")),
+    (FSDP, "data:4", "down", P(None, "data")),
+]
+"""Trees, meshes, and the spec of an array in them."""
+
+
+@pytest.mark.parametrize(("tree", "mesh", "path", "spec"), ROWS, ids=[f"{mesh} {path}" for _, mesh, path, _ in ROWS])
+def test_layers_are_split_as_in_megatron(tree: Any, mesh: str, path: str, spec: P) -> None:
+    assert same(guessed(shapes(tree), mesh)[path], spec)
+
+
 @pytest.mark.parametrize(
-    ("tree", "mesh", "expected"),
+    ("axes", "tensor", "data", "others"),
     [
-        (
-            TORCH,
-            "data:4,model:2",
-            {
-                "embed_tokens/weight": P("model", "data"),
-                "layers/0/self_attn/q_proj/weight": P("model", "data"),
-                "layers/0/self_attn/o_proj/weight": P("data", "model"),
-                "layers/0/mlp/up_proj/weight": P("model", "data"),
-                "layers/0/mlp/down_proj/weight": P("data", "model"),
-                "layers/0/norm/weight": P(),
-                "lm_head/weight": P("model", "data"),
-            },
-        ),
-        (
-            FLAX,
-            "data:4,model:2",
-            {
-                "wte/embedding": P("model", "data"),
-                "h/0/c_attn/kernel": P("data", "model"),
-                "h/0/c_proj/kernel": P("model", "data"),
-                "h/0/c_fc/kernel": P("data", "model"),
-                "head/kernel": P("data", "model"),
-                "head/bias": P(),
-            },
-        ),
-        (
-            HEADS,
-            "fsdp:4,tp:2",
-            {"query/kernel": P("fsdp", "tp"), "out/kernel": P("tp", None, "fsdp"), "query/bias": P(), "out/bias": P()},
-        ),
-        (
-            HEADS,
-            "fsdp:4,tp:32",  # more than there are heads
-            {"query/kernel": P("fsdp", None, "tp"), "out/kernel": P(None, "tp", "fsdp")},
-        ),
-        (
-            BARE,
-            "data:4,model:2",
-            {
-                "mlp/up": P("data", "model"),
-                "mlp/down": P("model", "data"),
-                "attention/q": P("data", "model"),
-                "attention/o": P("model", "data"),
-            },
-        ),
-        (
-            TRANSPOSED,
-            "data:4,model:2",
-            {
-                "mlp/up": P("model", "data"),
-                "mlp/down": P("data", "model"),
-                "attention/q": P("model", "data"),
-                "attention/o": P("data", "model"),
-            },
-        ),
-        (
-            EXPERTS,
-            "data:4,expert:8,model:2",
-            {
-                "experts/up": P("expert", "data", "model"),
-                "experts/down": P("expert", "model", "data"),
-                "up": P(("data", "expert"), "model"),  # what has no experts uses all devices, too
-                "norm": P(),
-            },
-        ),
-        (EXPERTS, "data:4,model:2", {"experts/up": P(None, "data", "model"), "experts/down": P(None, "model", "data")}),
-        (
-            STACKED,
-            "stage:4,data:4,model:2",
-            {
-                "layers/up/kernel": P("stage", "data", "model"),
-                "layers/down/kernel": P("stage", "model", "data"),
-                "layers/norm/scale": P(),
-            },
-        ),
-        (STACKED, "data:4,model:2", {"layers/up/kernel": P(None, "data", "model"), "layers/norm/scale": P()}),
-        (
-            CONVOLUTIONS,
-            "data:4,model:2",
-            {"flax/conv/kernel": P(None, None, "data", "model"), "torch/conv/weight": P("model", "data")},
-        ),
-        # A layer as wide as the vocabulary is not the head, and the head may have its outputs first.
-        (
-            {"embed": (512, 256), "blocks": [{"up": (256, 512), "down": (512, 256)}], "lm_head": (512, 256)},
-            "data:4,model:2",
-            {
-                "blocks/0/up": P("data", "model"),
-                "blocks/0/down": P("model", "data"),
-                "lm_head": P("model", "data"),
-            },
-        ),
-        (
-            {"experts": {"up": (32, D, H), "up_bias": (32, H), "down": (32, H, D)}},
-            "data:4,expert:2,model:2",
-            {"experts/up": P("expert", "data", "model"), "experts/up_bias": P()},
-        ),
-        # GPT-2's 50257 rows are odd, so its features are split over all axes.
-        ({"wte": {"embedding": (50257, 768)}}, "data:4,model:2", {"wte/embedding": P(None, ("model", "data"))}),
-        ({"w": (7, 4096)}, "data:4,model:2", {"w": P(None, ("model", "data"))}),
-        ({"w": (7, 5)}, "data:4,model:2", {"w": P()}),
-        ({"w": (8,), "b": (2**20,)}, "data:4", {"w": P(), "b": P("data")}),
-        ({"up": (D, H), "down": (H, D)}, "data:4", {"up": P("data"), "down": P(None, "data")}),
+        ("data,model", "model", "data", ""),
+        ("dp,fsdp,tp", "tp", "dp,fsdp", ""),
+        ("fsdp", "", "fsdp", ""),
+        ("x", "", "x", ""),
+        ("x,y", "y", "x", ""),
+        ("x,tensor", "tensor", "x", ""),
+        ("pp,data,expert,sp,mp", "mp", "data,sp", "expert,pp"),
+        ("tensor_parallel,DATA", "tensor_parallel", "DATA", ""),
     ],
 )
-def test_layers_are_split_as_in_megatron(tree: Any, mesh: str, expected: dict[str, P]) -> None:
-    specs = guessed(shapes(tree), mesh)
-    assert [(path, specs[path]) for path, spec in expected.items() if not same(specs[path], spec)] == []
-
-
-def test_features_divide_where_rows_do_not() -> None:
-    heads = {"query": {"kernel": (D, 16, 64), "bias": (16, 64)}}
-    assert same(guessed(shapes(heads), "fsdp:4,tp:6")["query/kernel"], P("fsdp"))
+def test_names_say_what_axes_are_for(axes: str, tensor: str, data: str, others: str) -> None:
+    roles = axis_roles(dict.fromkeys(axes.split(","), 2))
+    assert (",".join(roles["tensor"]), ",".join(roles["data"])) == (tensor, data)
+    assert ",".join((*roles["expert"], *roles["stage"])) == others
 
 
 GUESS_MESHES = ("line", "grid", "cube", "ones", "alone", "pod")

@@ -20,11 +20,11 @@ def texts(guesses: dict[str, Guess]) -> list[list[str]]:
     ("guesses", "expected"),
     [
         ({"layers/0/up/weight": A, "layers/1/up/weight": A}, [["/up/weight$"]]),
-        ({"layers/0/up/w": A, "layers/0/gate/w": A, "layers/0/down/w": B}, [["/(up|gate)/w$"], ["/down/w$"]]),
+        ({"layers/0/up/w": A, "layers/0/gate/w": A, "layers/0/down/w": B}, [["/(up/w|gate/w)$"], ["/down/w$"]]),
         ({"up": A, "backup": B}, [["^up$"], ["^backup$"]]),
         ({"up": A, "x/up": B}, [["^up$"], ["^x/up$"]]),
         ({"w/up": A, "x/w/up": B}, [["^w/up$"], ["^x/w/up$"]]),
-        ({"layers/0/w": A, "layers/1/w": B, "layers/2/w": A}, [["^layers/(0|2)/w$"], ["^layers/1/w$"]]),
+        ({"layers/0/w": A, "layers/1/w": B, "layers/2/w": A}, [["^(layers/0/w|layers/2/w)$"], ["^layers/1/w$"]]),
         ({"a/bias": WHOLE, "b/up/w": A, "b/bias": WHOLE}, [["/up/w$"], ["/bias$"]]),
         ({"embed/w": A, "norms/0/weight": WHOLE, "bias": WHOLE}, [["^embed/w$"], [r"^(norms/\d+/weight|bias)$"]]),
         ({"": A}, [["^$"]]),

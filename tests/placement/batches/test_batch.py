@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.errors import AxisTypeError, ConfigTypeError, NoMeshError, PlanError, TreeError
+from shardrules.core.errors import ConfigTypeError, NoMeshError, PlanError, TreeError
 from shardrules.placement.batches import batch as batch_module
 from shardrules.placement.batches.batch import LocalBatch, Placer, agree
 
@@ -110,14 +110,6 @@ def test_batches_of_one_shape_are_planned_once(mesh: jax.sharding.Mesh) -> None:
     for rows in (8, 8, 8, 16, 16):
         placer.place(LocalBatch.of({"x": np.ones((rows, 2))}))
     assert len(calls) == 2 * 2  # for the shapes of the whole, and for the checks
-
-
-def test_a_mesh_as_text_is_refused_as_by_filter_shard() -> None:
-    for function in (sr.place_batch, sr.filter_shard):
-        with pytest.raises(AxisTypeError, match="a mesh must be a Mesh or an AbstractMesh, got 'data:8'"):
-            function(np.ones(8), P("data"), "data:8")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(AxisTypeError, match="a mesh must be a Mesh"):
-        sr.place_batches([], P("data"), "data:8")  # pyright: ignore[reportArgumentType]
 
 
 def test_processes_compare_no_addresses_of_objects(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.errors import ConfigError, PlanError
+from shardrules.core.errors import AxisTypeError, ConfigError, PlanError
 
 
 @pytest.fixture
@@ -132,14 +132,13 @@ def test_contexts_of_the_caller_hold_in_the_thread(mesh: jax.sharding.Mesh) -> N
     assert batch["x"].sharding.mesh == mesh
 
 
-def test_a_list_may_be_passed_and_is_not_closed(mesh: jax.sharding.Mesh) -> None:
-    batches = [rows(0), rows(1)]
+def test_arguments_are_checked_at_once(mesh: jax.sharding.Mesh) -> None:
+    batches = [rows(0), rows(1)]  # a list is not closed
     assert [batch["step"] for batch in sr.place_batches(batches, P("data"), mesh)] == [0, 1]
-
-
-def test_prefetch_must_be_a_count(mesh: jax.sharding.Mesh) -> None:
     with pytest.raises(ConfigError, match="prefetch must be 0 or more, got -1"):
         sr.place_batches([], P("data"), mesh, prefetch=-1)
+    with pytest.raises(AxisTypeError, match="a mesh must be a Mesh"):
+        sr.place_batches([], P("data"), "data:8")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -254,13 +253,6 @@ def test_wrong_functions_and_promises_are_refused() -> None:
     pair = sr.filter_shard_map(lambda x: (x, x, x), MESH, None, (RULE, P()))
     with pytest.raises(sr.errors.TreeError, match="out_specs has 2 items, the function returns 3"):
         pair(X)
-
-
-def test_arrays_are_moved_to_their_specs() -> None:
-    elsewhere = jax.device_put(X, NamedSharding(MESH, P(None, "model")))
-    mapped = sr.filter_shard_map(lambda x: 2 * x, MESH, P("data"), P("data"))
-    np.testing.assert_array_equal(mapped(elsewhere), 2 * X)
-    assert AxisType.Auto in MESH.axis_types
 
 
 def test_writes_to_objects_are_refused_and_returned_objects_are_not() -> None:
