@@ -43,15 +43,7 @@ class Span:
 
 
 def read_groups(text: str, device_count: int) -> Groups:
-    """Reads groups in any of the four forms; an empty text is one group of `device_count` devices.
-
-    ```python
-    from shardrules.programs.compiled.replica_groups import read_groups
-
-    assert read_groups("[2,2]<=[2,2]T(1,0)", 4) == ((0, 2), (1, 3))
-    assert read_groups("mesh['a'=2,'b'=2] {'a'}", 4) == ((0, 2), (1, 3))
-    ```
-    """
+    """Reads groups in any of the four forms; an empty text is one group of `device_count` devices."""
     text = text.strip()
     if text.startswith("mesh["):
         return _read_mesh_groups(text)
@@ -171,15 +163,7 @@ def sent_pairs(instruction: Instruction) -> Groups | None:
 
 
 def span(groups: Groups, sizes: Mapping[str, int]) -> Span:
-    """Finds the mesh axes that groups of devices form. `sizes` has the axes in mesh order.
-
-    ```python
-    from shardrules.programs.compiled.replica_groups import Span, span
-
-    assert span(((0, 2), (1, 3)), {"data": 2, "model": 2}) == Span(("data",), ("data",))
-    assert span(((0, 1), (2, 3)), {"data": 4}) == Span(None, ("data",))
-    ```
-    """
+    """Finds the mesh axes that groups of devices form. `sizes` has the axes in mesh order."""
     if not sizes:
         return Span(None, ())
     # NumPy wants rectangles, so groups of one length are unravelled together.

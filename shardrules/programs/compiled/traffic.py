@@ -49,18 +49,6 @@ def read_bytes(
     """Returns the bytes that an instruction reads: its operands, each array once, or the parts of them that it takes.
 
     With `of_host`, only those that it reads from memory of the host.
-
-    ```python
-    from shardrules.programs.compiled.program import read_program
-    from shardrules.programs.compiled.traffic import read_bytes, written_bytes
-
-    table, rows = jnp.ones((5000, 16)), jnp.arange(4)
-    program = read_program(jax.jit(lambda table, rows: table[rows]).lower(table, rows).compile().as_text())
-    entry = program.entry_computation
-    (fusion,) = [instruction for instruction in entry.instructions if instruction.op == "fusion"]
-    assert read_bytes(program, entry, fusion) == 4 * 16 * 4 + rows.nbytes
-    assert written_bytes(program, entry, fusion) == 4 * 16 * 4
-    ```
     """
     fusion = fusion_of(program, instruction)
     parameters = fusion.top.parameters if fusion else ()

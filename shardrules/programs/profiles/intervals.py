@@ -8,14 +8,7 @@ Intervals: TypeAlias = list[tuple[float, float]]
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
-    """Returns the union of intervals.
-
-    ```python
-    from shardrules.programs.profiles.intervals import union
-
-    assert union([(3.0, 5.0), (0.0, 1.0), (4.0, 6.0)]) == [(0.0, 1.0), (3.0, 6.0)]
-    ```
-    """
+    """Returns the union of intervals."""
     merged: Intervals = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -31,14 +24,7 @@ def length(intervals: Intervals) -> float:
 
 
 def outside(intervals: Intervals, others: Intervals) -> float:
-    """Returns the length of the intervals that none of `others` covers.
-
-    ```python
-    from shardrules.programs.profiles.intervals import outside
-
-    assert outside([(0.0, 4.0)], [(1.0, 2.0), (3.0, 9.0)]) == 2
-    ```
-    """
+    """Returns the length of the intervals that none of `others` covers."""
     covered, index = 0.0, 0
     for start, end in intervals:
         while index < len(others) and others[index][1] <= start:
