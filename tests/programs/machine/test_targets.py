@@ -139,11 +139,6 @@ def test_targets_are_values(text: str) -> None:
         target.chip = "other"  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_targets_differ_as_their_texts_do() -> None:
-    texts = list(dict.fromkeys(normal for _, normal, *_ in TEXTS))
-    assert len(dict.fromkeys(map(Target.parse, texts))) == len(texts)
-
-
 @pytest.mark.parametrize(("text", "match"), INVALID_TEXTS)
 def test_invalid_texts_raise(text: str, match: str) -> None:
     with pytest.raises(TargetError, match=match) as caught:
