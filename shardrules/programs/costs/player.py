@@ -228,7 +228,7 @@ class Player:
     def _loop(self, loop: LoopStep, carried: Carried) -> Carried:
         outer, begin = self.tally, self.now
         older = Older(tuple(self.under_way), tuple(self.sending))
-        ends, alike, index = self._ends(carried), 0, 0
+        ends, tallies, index = self._ends(carried), list[Tally](), 0
         while index < loop.rounds:
             self.tally, start, free = Tally(), self.now, dict(self.free)
             self._play_with(loop.condition, [carried])
@@ -236,25 +236,34 @@ class Player:
             index += 1
             self._record(f"round {index}", "", PROGRAM, start, self.now, "loop")
             outer.merge(self.tally)
-            alike = 0 if older.has_change(start, self.now) else alike + 1
+            tallies = [] if older.has_change(start, self.now) else [*tallies, self.tally]
             old_ends, ends = ends, self._ends(carried)
             is_steady = _is_steady(old_ends, start, ends, self.now)
             rest = older.rounds(loop.rounds - index, start, self.now)
             # A timeline shows at least two rounds of a loop.
-            if rest and alike and ((is_steady and index >= 2) or alike >= _MAX_ROUNDS):
-                self._repeat(rest, start, free, older)
-                outer.merge(self.tally, rest)
+            if rest and tallies and ((is_steady and index >= 2) or len(tallies) >= _MAX_ROUNDS):
+                # Where rounds alternate between two lengths, the rest takes the mean of them.
+                shares = [(self.tally, 1.0)] if is_steady else [(tally, 0.5) for tally in tallies[-2:]]
+                self._repeat(shares, rest, start, free, older)
+                for tally, share in shares:
+                    outer.merge(tally, share * rest)
                 index += rest
-                ends, alike = self._ends(carried), 0
+                ends, tallies = self._ends(carried), []
         self.tally = outer
         self._play_with(loop.condition, [carried])
         self._record(loop.name, loop.line, PROGRAM, begin, self.now, "loop")
         return carried
 
-    def _repeat(self, count: int, since: float, free: dict[str, float], older: Older) -> None:
-        """Adds rounds like the last one, which began at `since`; `free` is when each resource was free then."""
-        shift = count * sum(map(self.tally.total, ("compute", "exposed", "copy")))
-        title = f"{count:,} more round{'s' * (count > 1)}"
+    def _repeat(
+        self, shares: list[tuple[Tally, float]], count: int, since: float, free: dict[str, float], older: "Older"
+    ) -> None:
+        """Adds rounds that are like those that were played: a share of each, and `count` in all.
+
+        The last of them began at `since`, and `free` is when each resource was free then.
+        """
+        lengths = [share * sum(map(tally.total, ("compute", "exposed", "copy"))) for tally, share in shares]
+        shift = count * sum(lengths)
+        title, last = f"{count:,} more round{'s' * (count > 1)}", shares[-1][0]
         for row in (PROGRAM, COMPUTE):
             self._record(title, "", row, self.now, self.now + shift, "rest")
         for handle in self.under_way:
@@ -263,13 +272,13 @@ class Player:
         self.sending = sorted(
             each if each in older.sending else (each[0] + shift, each[1] + shift, each[2]) for each in self.sending
         )
-        for resource in self.tally.of("resource"):
+        for resource in last.of("resource"):
             end = max(self.now, self.free[resource])
             growth = max(shift, count * (end - max(self.now - shift / count, free.get(resource, 0.0))))
             self._record(title, "", resource, end, end + growth, "rest")
             if growth > shift * (1 + _SAME):
                 # Nothing waits for what this resource does, and it piles up.
-                sent = self.tally.of("sent") or {"": 1.0}
+                sent = last.of("sent") or {"": 1.0}
                 path = extended_by(self.paths[resource], end, end + growth, sent)
                 line = max(sent, key=lambda line: sent[line])
                 task = BackgroundTask(title, line, "communication", (resource,), 0.0)
