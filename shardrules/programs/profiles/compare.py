@@ -29,8 +29,6 @@ _HOST_COPY = re.compile(r"Memcpy(H2D|D2H|HtoD|DtoH)")
 @final
 @attrs.frozen
 class _RunTimes:
-    """The times of one run on one device, by part and in all."""
-
     parts: Mapping[str, tuple[float, float]]
     """Measured and exposed seconds of each part."""
     control: Mapping[str, float]
@@ -248,7 +246,6 @@ def _beside_runs(trace: ProfileTrace, device: DeviceRuns) -> list[UnmatchedTime]
 
 
 def _missing(modelled: ModelledProgram, names: Mapping[str, None], covered: Iterable[str]) -> tuple[MissingPart, ...]:
-    """The parts with a modelled time that no run has."""
     present = {*names, *covered}
     missing = [
         MissingPart(part.name, part.label, part.line, part.seconds, part.conditional)

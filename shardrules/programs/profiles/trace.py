@@ -46,8 +46,6 @@ _HOST_TRANSFER = re.compile(
 @final
 @attrs.frozen
 class _Event:
-    """An event of a line."""
-
     name: str
     start_ns: float
     end_ns: float
@@ -196,7 +194,6 @@ def _read_file(file: Path) -> Any:
 
 
 def _devices(planes: Sequence[Any], prefix: str) -> list[DeviceTrace]:
-    """The devices of one host."""
     accelerators: dict[str, list[Any]] = {}
     for plane in planes:
         # "/device:TPU:0 SparseCore 1" belongs to the same device.
