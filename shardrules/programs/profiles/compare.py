@@ -3,7 +3,7 @@
 import re
 import statistics
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import final
+from typing import TypeAlias, final
 
 import attrs
 
@@ -15,11 +15,13 @@ from shardrules.programs.profiles.comparison import (
     UnmatchedKind,
     UnmatchedTime,
 )
-from shardrules.programs.profiles.intervals import Intervals, length, outside, union
 from shardrules.programs.profiles.launches import with_instructions
 from shardrules.programs.profiles.modelled import ModelledPart, ModelledProgram
 from shardrules.programs.profiles.runs import DeviceRuns, Run, find_programs, find_runs
 from shardrules.programs.profiles.trace import Activity, ProfileTrace
+
+Intervals: TypeAlias = list[tuple[float, float]]
+"""Intervals in the order of time, none of which meets another."""
 
 _NS = 1e-9
 _HOST_COPY = re.compile(r"Memcpy(H2D|D2H|HtoD|DtoH)")
@@ -253,3 +255,32 @@ def _missing(modelled: ModelledProgram, names: Mapping[str, None], covered: Iter
         if part.name not in present and part.seconds and part.count
     ]
     return tuple(sorted(missing, key=lambda part: (-part.modelled_seconds, part.name)))
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
+    """Returns the union of intervals."""
+    merged: Intervals = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Intervals) -> float:
+    """Returns the length of intervals together."""
+    return sum(end - start for start, end in intervals)
+
+
+def outside(intervals: Intervals, others: Intervals) -> float:
+    """Returns the length of the intervals that none of `others` covers."""
+    covered, index = 0.0, 0
+    for start, end in intervals:
+        while index < len(others) and others[index][1] <= start:
+            index += 1
+        position = index
+        while position < len(others) and others[position][0] < end:
+            covered += min(end, others[position][1]) - max(start, others[position][0])
+            position += 1
+    return length(intervals) - covered
