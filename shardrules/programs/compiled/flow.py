@@ -285,10 +285,8 @@ def _rounds(start: int, end: int, step: int, direction: str) -> int | None:
 
 
 def printed_trips(loop: Instruction) -> int | None:
-    """Returns the rounds that XLA prints, in the backend's configuration or, in older versions, as an attribute."""
+    """Returns the rounds that compilers for CPUs and GPUs print."""
     count = loop.backend_config.get("known_trip_count", {}).get("n")
-    if count is None:
-        count = "".join(map(str, loop.dims("known_trip_count")))
     return int(count) if count else None
 
 

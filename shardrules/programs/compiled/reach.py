@@ -112,9 +112,9 @@ class GroupReader:
     def of(cls, program: CompiledProgram, mesh: AnyMesh | None, target: Target | None) -> Self:
         """Prepares to read a program that was compiled for this mesh on this target, as far as they are known."""
         if target is None or mesh is None:
-            return cls(program, mesh_sizes(mesh), Slices.of(mesh, program.device_count), None)
+            return cls(program, mesh_sizes(mesh), Slices.of(mesh, program.partition_count), None)
         real_mesh = target.mesh(mesh)
-        slices, topology = Slices.of(real_mesh, program.device_count), Topology.of(real_mesh, target)
+        slices, topology = Slices.of(real_mesh, program.partition_count), Topology.of(real_mesh, target)
         return cls(program, mesh_sizes(mesh), slices, topology)
 
     def read(self, kind: str, instruction: Instruction) -> GroupReach:
@@ -158,5 +158,5 @@ class GroupReader:
     def _groups(self, instruction: Instruction) -> Groups:
         if kind_between_slices(instruction):
             return self.slices.groups_between(instruction)
-        groups = groups_of(instruction, self.program.replica_count, self.program.partition_count)
+        groups = groups_of(instruction, self.program.partition_count)
         return self.slices.in_every_slice(groups)

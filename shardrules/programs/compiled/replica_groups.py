@@ -27,7 +27,7 @@ _AXIS = re.compile(r"'?([^',:\s][^',:]*)'?(?::\((\d+)\)(\d+))?")
 _SENT_PAIRS = re.compile(r'_xla_send_recv_source_target_pairs="?(\{.*?\}\}|\{\})')
 
 _ALONG_PARTITIONS = ("all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
-"""Collectives whose ids number partitions of a replica when they have a channel. The others number replicas then."""
+"""Collectives whose ids number partitions when they have a channel. The others number replicas then."""
 
 
 @final
@@ -110,47 +110,30 @@ def _read_device_ids(text: str) -> np.ndarray:
     return _read_iota(text).reshape(-1) if text.startswith("[") else np.array([int(part) for part in text.split(",")])
 
 
-def groups_of(instruction: Instruction, replica_count: int, partition_count: int) -> Groups:
+def groups_of(instruction: Instruction, device_count: int) -> Groups:
     """Returns the devices that a collective brings together, or its pairs of source and target.
 
-    Device `r * partition_count + p` is partition `p` of replica `r`. What the ids in the text number depends on
-    `channel_id` and `use_global_device_ids`, as XLA's `CollectiveOpGroupMode` defines it.
+    What the ids in the text number depends on `channel_id` and `use_global_device_ids`, as XLA's
+    `CollectiveOpGroupMode` defines it. JAX has a single replica of a program, with a partition for each device.
     """
-    # Without replica_groups all devices form one group: an empty text.
-    attributes = instruction.attributes
-    devices = replica_count * partition_count
+    attributes, kind = instruction.attributes, instruction.op.removesuffix("-start")
     if instruction.op == "send":
         return sent_pairs(instruction) or ()
+    # Without replica_groups all devices form one group: an empty text.
     text = attributes.get("source_target_pairs", attributes.get("replica_groups", "{}"))
     if "device_ids" in attributes:  # it belongs to the mesh, but the comma before it ends any other attribute
         text = f"{text}, device_ids={attributes['device_ids']}"
     if attributes.get("source_target_pairs") == "{}":
         return ()
-    kind = instruction.op.removesuffix("-start")
-    if attributes.get("use_global_device_ids") == "true":
-        return read_groups(text, devices)
-    if "channel_id" in attributes and kind in _ALONG_PARTITIONS:  # ids of partitions, the same in every replica
-        groups = read_groups(text, partition_count)
-        return tuple(
-            tuple(replica * partition_count + partition for partition in group)
-            for replica in range(replica_count)
-            for group in groups
-        )
-    groups = read_groups(text, replica_count)  # ids of replicas
-    if replica_count == 1 and any(device for group in groups for device in group):
+    is_of_devices = attributes.get("use_global_device_ids") == "true"
+    if is_of_devices or ("channel_id" in attributes and kind in _ALONG_PARTITIONS):
+        return read_groups(text, device_count)
+    groups = read_groups(text, 1)
+    if any(device for group in groups for device in group):
         return groups  # the only replica is 0, so these must be devices
-    partitions = range(partition_count)
-    # With a channel, all partitions of the replicas in a group take part; without, each partition by itself.
-    if "channel_id" in attributes:
-        return tuple(
-            tuple(replica * partition_count + partition for replica in group for partition in partitions)
-            for group in groups
-        )
-    return tuple(
-        tuple(replica * partition_count + partition for replica in group)
-        for partition in partitions
-        for group in groups
-    )
+    # With a channel, all devices of the replica take part; without, each by itself.
+    devices = range(device_count)
+    return (tuple(devices),) if "channel_id" in attributes else tuple((device,) for device in devices)
 
 
 def sent_pairs(instruction: Instruction) -> Groups | None:
