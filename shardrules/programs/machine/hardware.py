@@ -140,7 +140,7 @@ class Hardware:
         default=(), converter=as_tables(CollectiveTimes), repr=False, kw_only=True
     )
     network_fraction: float = attrs.field(default=1.0, kw_only=True)
-    # What a device on PCIe 4.0 x16 reaches. With twice as much, offloaded arrays arrive in half the time.
+    # What a device on PCIe 4.0 x16 reaches.
     host_link_bytes_per_second: float = attrs.field(default=25e9, kw_only=True)
     launch_seconds: float = attrs.field(default=0.0, kw_only=True)
     collective_launch_seconds: float = attrs.field(default=0.0, kw_only=True)
