@@ -113,7 +113,7 @@ def audit_request(
     matmuls = find_matmuls(program, kernel_facts)
     sizes = mesh_sizes(result.mesh)
     arguments = AuditedArguments(result.compiled, program, result.arguments.arrays, result.roles, sizes)
-    function = TracedFunction(result.compiled, sizes, matmuls, program.device_count)
+    function = TracedFunction(result.compiled, sizes, matmuls, program.partition_count)
     timing = Timing(program, find_collectives(program, result.mesh, target), matmuls, sheet)
     schedule = timing.schedule
     return AuditReport(

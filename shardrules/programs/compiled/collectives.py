@@ -84,8 +84,8 @@ class Collective:
     if any device sends to another host."""
 
     torus_dims: int = 0
-    """Along how many dimensions of the torus of a TPU slice the devices of a group differ at most; 0 without a torus or
-    a target."""
+    """The most dimensions of the torus of a TPU slice along which the devices of a group differ; 0 without a torus or a
+    target."""
 
     open_dims: int = 0
     """The number of these dimensions that do not close to a ring."""

@@ -39,6 +39,9 @@ _SUFFIX = re.compile(r"(\.(\d+|clone|remat\d*))+$")
 _CONFIG_NAME = re.compile(r'\bname ?= ?"([^"]+)"')
 """The name of a kernel in the configuration of a Triton call, which is not JSON."""
 
+_FLOAT = r"f|bf"
+"""The beginnings of the names of float dtypes."""
+
 _CUDNN_TILE = 128
 """The rows and columns of a block of scores in cuDNN's attention."""
 
@@ -75,16 +78,7 @@ def is_callback(instruction: Instruction) -> bool:
 
 
 def kernel_names(instruction: Instruction) -> tuple[str, ...]:
-    """Returns the names of a kernel: its own, its JAX operation's, and the target of its custom call.
-
-    ```python
-    from shardrules.programs.compiled.custom_calls import kernel_names
-    from shardrules.programs.compiled.text import read_instruction
-
-    line = '%scan.3 = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="f/pallas_call"}'
-    assert kernel_names(read_instruction(line, {})[0]) == ("scan", "f", "tpu_custom_call")
-    ```
-    """
+    """Returns the names of a kernel: its own, its JAX operation's, and the target of its custom call."""
     match = _CONFIG_NAME.search(instruction.attributes.get("backend_config", ""))
     name = match[1] if match else _SUFFIX.sub("", instruction.name)
     path = instruction.op_name.split("/")
@@ -127,7 +121,7 @@ def _formula_products(
     for pattern, formula in _FORMULAS.items():
         match = next(filter(None, (re.fullmatch(pattern, name) for name in names)), None)
         if match is not None:
-            return formula(match, operands, instruction, block_count)
+            return formula(_NamedCall(match, operands, instruction, block_count))
     return None
 
 
@@ -243,37 +237,45 @@ def _attention(count: int, rows: int, columns: int, size: int, value_size: int, 
     }[phase]
 
 
-_Formula: TypeAlias = Callable[
-    [re.Match[str], Sequence[ArrayType], Instruction, int | None], "tuple[Product, ...] | None"
-]
+@final
+@attrs.frozen
+class _NamedCall:
+    """A kernel whose name is in `_FORMULAS`."""
+
+    name: re.Match[str]
+    operands: Sequence[ArrayType]
+    instruction: Instruction
+    block_count: int | None
+
+    def arrays(self, rank: int, dtype: str = "") -> list[ArrayType]:
+        """Returns the operands with so many dims whose dtype begins with a pattern."""
+        return [each for each in self.operands if len(each.shape) == rank and re.match(dtype, each.dtype)]
 
 
-def _splash(
-    match: re.Match[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
-) -> tuple[Product, ...] | None:
+def _splash(call: _NamedCall) -> tuple[Product, ...] | None:
     """Splash attention: blocks of scores, some of them left out by a mask.
 
     Its operands are the mask's arrays, one entry for each block, then queries, keys and values as they are: by default
     [batch, heads, length, head size], without heads for the keys and values of "mqa".
     """
-    floats = [operand for operand in operands if re.match(r"f|bf", operand.dtype) and len(operand.shape) > 1]
-    masks = [operand for operand in operands if re.match(r"[su](8|16|32)$", operand.dtype) and len(operand.shape) == 3]
+    floats = [each for each in call.operands if re.match(_FLOAT, each.dtype) and len(each.shape) > 1]
+    masks = call.arrays(3, r"[su](8|16|32)$")
     if len(floats) < 3 or not masks:
         return None
-    settings = _splash_settings(instruction)
+    settings = _splash_settings(call.instruction)
     query, key, value = (
         _lengths(array, settings.get(f"{name}_layout", 1)) for array, name in zip(floats, "qkv", strict=False)
     )
-    phase = match["phase"]
+    phase = call.name["phase"]
     suffix = "" if phase == "fwd" else f"_{phase}"
     mask_heads, rows, columns = masks[0].shape
     height = int(settings.get(f"block_q{suffix}") or query[0] // max(1, rows))
     width = int(settings.get(f"block_kv{suffix}") or key[0] // max(1, columns))
-    total = block_count if block_count is not None else mask_heads * rows * columns
+    total = mask_heads * rows * columns if call.block_count is None else call.block_count
     # A mask for one head is for all of them. A batch is an additional leading dim.
     heads = math.prod(floats[0].shape[:-2])
     count = total * heads // max(1, mask_heads)
-    if phase == "dkv" and any(len(result.shape) > len(floats[0].shape) for result in instruction.types):
+    if phase == "dkv" and any(len(result.shape) > len(floats[0].shape) for result in call.instruction.types):
         phase = "backward"  # the fused kernel also gives a part of the queries' gradient for each block
     return _attention(count, height, width, query[1], value[1], phase)
 
@@ -290,74 +292,49 @@ def _lengths(array: ArrayType, layout: int) -> tuple[int, int]:
     return (length, size) if layout == 1 else (size, length)
 
 
-def _flash(
-    match: re.Match[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
-) -> tuple[Product, ...] | None:
-    """Flash attention on [batch, heads, length, head size], without a mask: whether it is causal is not in the text."""
-    arrays = [operand for operand in operands if len(operand.shape) == 4]
+def _flash(call: _NamedCall) -> tuple[Product, ...] | None:
+    """Flash attention on [batch, heads, length, head size], without a mask: whether it is causal is not in the text.
+
+    That of `jax.experimental.pallas.ops.gpu` is on [batch, length, heads, head size].
+    """
+    arrays = call.arrays(4)
     if len(arrays) < 3:
         return None
-    (batch, heads, rows, size), columns = arrays[0].shape, arrays[1].shape[2]
-    phase = "fwd" if match["phase"] == "kernel" else match["phase"]
-    return _attention(batch * heads, rows, columns, size, arrays[2].shape[3], phase)
+    heads, length = (2, 1) if call.name[0].startswith("mha_") else (1, 2)
+    query, key, value = (array.shape for array in arrays[:3])
+    phase = {"kernel": "fwd", "forward": "fwd"}.get(call.name["phase"], call.name["phase"])
+    return _attention(query[0] * query[heads], query[length], key[length], query[3], value[3], phase)
 
 
-def _triton_attention(
-    match: re.Match[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
-) -> tuple[Product, ...] | None:
-    """The attention of `jax.experimental.pallas.ops.gpu` on [batch, length, heads, head size]."""
-    arrays = [operand for operand in operands if len(operand.shape) == 4]
-    if len(arrays) < 3:
-        return None
-    (batch, rows, heads, size), columns = arrays[0].shape, arrays[1].shape[1]
-    phase = "fwd" if match["phase"] == "forward" else "backward"
-    return _attention(batch * heads, rows, columns, size, size, phase)
-
-
-def _paged(
-    match: re.Match[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
-) -> tuple[Product, ...] | None:
+def _paged(call: _NamedCall) -> tuple[Product, ...] | None:
     """Attention to pages of keys and values. Lengths are data: all pages that a sequence may have count as full."""
-    pages = next((operand for operand in operands if len(operand.shape) == 4), None)
-    tables = [operand for operand in operands if operand.dtype == "s32" and len(operand.shape) == 2]
-    queries = [operand for operand in operands if re.match(r"f|bf", operand.dtype) and len(operand.shape) == 3]
-    if pages is None or not tables or not queries:
+    pages, tables, queries = call.arrays(4), call.arrays(2, "s32"), call.arrays(3, _FLOAT)
+    if not pages or not tables or not queries:
         return None
     tokens, heads, size = queries[0].shape
     # Pages are [heads, pages, page size, head size]; ragged ones [pages, page size, keys and values, head size].
-    page_size = pages.shape[1] if match[0].startswith("ragged") else pages.shape[2]
+    page_size = pages[0].shape[1 if call.name[0].startswith("ragged") else 2]
     return _attention(tokens * heads, 1, tables[0].shape[1] * page_size, size, size, "fwd")
 
 
-def _grouped(
-    match: re.Match[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
-) -> tuple[Product, ...] | None:
+def _grouped(call: _NamedCall) -> tuple[Product, ...] | None:
     """Groups of rows, each with a matrix of its own: every row is multiplied once. For the gradient of the matrices,
     which are stacked in the result, rows are contracted."""
-    rows = next((operand for operand in operands if re.match(r"f|bf", operand.dtype) and len(operand.shape) == 2), None)
-    shape = instruction.types[0].shape
-    if rows is None or len(shape) not in (2, 3):
+    rows, shape = call.arrays(2, _FLOAT), call.instruction.types[0].shape
+    if not rows or len(shape) not in (2, 3):
         return None
     m, n = shape[-2:]
-    return (Product(1, m, n, rows.size // max(1, m)),)
+    return (Product(1, m, n, rows[0].size // max(1, m)),)
 
 
-def _elementwise(
-    match: re.Match[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
-) -> tuple[Product, ...] | None:
-    """A kernel without any matmul: its cost is memory traffic."""
-    return ()
-
-
-_FORMULAS: Mapping[str, _Formula] = {
+_FORMULAS: Mapping[str, Callable[[_NamedCall], "tuple[Product, ...] | None"]] = {
     r"splash_m[hq]a_(?P<phase>fwd|dq|dkv)\w*": _splash,
-    r"(_flash_attention|flash_mha_bwd)_(?P<phase>dq|dkv|kernel)\w*": _flash,
-    r"mha_(?P<phase>forward|backward)\w*": _triton_attention,
+    r"(_flash_attention|flash_mha_bwd|mha)_(?P<phase>dq|dkv|kernel|forward|backward)\w*": _flash,
     r"(ragged_)?paged_(flash_)?attention\w*": _paged,
     r"t?gmm\w*|(transposed_)?ragged_dot\w*": _grouped,
-    r"mha_preprocess_backward|(ln|rms)_(forward|backward)\w*|ragged-dot-metadata": _elementwise,
-    # Random numbers on GPUs.
-    r"(cu|hip)_threefry2x32\w*": _elementwise,
+    # Without any matmul: the cost is memory traffic. GPUs make random numbers with threefry.
+    r"mha_preprocess_backward|(ln|rms)_(forward|backward)\w*": lambda _: (),
+    r"ragged-dot-metadata|(cu|hip)_threefry2x32\w*": lambda _: (),
 }
 """Formulas for the kernels of `jax.experimental.pallas.ops`, by patterns of their names.
 

@@ -11,7 +11,6 @@ runs, and the argument of the program that a collective moves.
 """
 
 import functools
-import operator
 from collections.abc import Iterator, Mapping
 from graphlib import TopologicalSorter
 from typing import final
@@ -264,14 +263,6 @@ class Flow:
         return -step if instruction.op == "subtract" else step
 
 
-_RELATIONS = {
-    "LT": operator.lt,
-    "LE": operator.le,
-    "GT": operator.gt,
-    "GE": operator.ge,
-    "EQ": operator.eq,
-    "NE": operator.ne,
-}
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE", "EQ": "EQ"}
 
 
@@ -280,24 +271,22 @@ def _rounds(start: int, end: int, step: int, direction: str) -> int | None:
 
     `None` if the relation holds until integers overflow.
     """
-    if not _RELATIONS[direction](start, end):
-        return 0
-    # Steps in the wrong direction never end the loop, before integers overflow.
-    distance = end - start if step > 0 else start - end
     if direction == "EQ":
-        return 1
+        return int(start == end)
     if direction == "NE":
-        return distance // abs(step) if distance > 0 and distance % step == 0 else None
-    if (direction in ("LT", "LE")) != (step > 0):
-        return None
-    return -(-(distance + (direction in ("LE", "GE"))) // abs(step))
+        count, rest = divmod(end - start, step)
+        return count if count >= 0 and not rest else None
+    sign = 1 if direction in ("LT", "LE") else -1
+    last = end + sign * (direction in ("LE", "GE"))
+    if not range(start, last, sign):
+        return 0
+    # Steps in the wrong direction never end the loop.
+    return len(range(start, last, step)) if step * sign > 0 else None
 
 
 def printed_trips(loop: Instruction) -> int | None:
-    """Returns the rounds that XLA prints, in the backend's configuration or, in older versions, as an attribute."""
+    """Returns the rounds that compilers for CPUs and GPUs print."""
     count = loop.backend_config.get("known_trip_count", {}).get("n")
-    if count is None:
-        count = "".join(map(str, loop.dims("known_trip_count")))
     return int(count) if count else None
 
 

@@ -32,16 +32,7 @@ class Product:
 def dot_product(
     left: ArrayType, right: ArrayType, contracted: Iterable[int], right_contracted: Iterable[int], batch: Iterable[int]
 ) -> Product:
-    """Returns the shape of a dot; `contracted` and `batch` are dims of `left`.
-
-    ```python
-    from shardrules.programs.compiled.products import Product, dot_product
-    from shardrules.programs.compiled.text import read_types
-
-    left, right = read_types("(bf16[4,8,16], bf16[4,16,32])")
-    assert dot_product(left, right, [2], [1], [0]) == Product(4, 8, 32, 16)
-    ```
-    """
+    """Returns the shape of a dot; `contracted` and `batch` are dims of `left`."""
     contracted, batch = list(contracted), list(batch)
     inner = math.prod(left.shape[dim] for dim in contracted)
     count = math.prod(left.shape[dim] for dim in batch)

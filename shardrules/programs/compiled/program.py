@@ -60,17 +60,9 @@ class CompiledProgram:
     partition_count: int = 1
     """The devices of the mesh."""
 
-    replica_count: int = 1
-    """With `pmap`, how many copies of the program run."""
-
     aliases: tuple[Alias, ...] = ()
     stacks: Mapping[int, tuple[Source, ...]] = attrs.field(factory=dict, repr=False, hash=False)
     """For the id of each stack frame its lines of Python, the innermost first."""
-
-    @property
-    def device_count(self) -> int:
-        """The number of devices that run it."""
-        return self.partition_count * self.replica_count
 
     @functools.cached_property
     def flow(self) -> Flow:
@@ -218,7 +210,6 @@ def read_program(text: str) -> CompiledProgram:
         computations,
         entry,
         int(header.get("num_partitions", 1)),
-        int(header.get("replica_count", 1)),
         tuple(
             Alias(tuple(map(int, re.findall(r"\d+", output))), int(parameter), kind == "must-alias")
             for output, parameter, _, kind in _ALIAS.findall(header.get("input_output_alias", ""))
@@ -268,15 +259,13 @@ def _read_stacks(tables: dict[str, list[str]]) -> dict[int, tuple[Source, ...]]:
     files, functions = ({row: text for row, text, _ in _rows(tables[title])} for title in _TABLES[:2])
     locations = {row: _integers(fields) for row, _, fields in _rows(tables["FileLocations"])}
     frames = {row: _integers(fields) for row, _, fields in _rows(tables["StackFrames"])}
-    # Some versions print the id of the parent one too high. The first frame has no parent, so its id should be 0.
-    shift = frames.get(1, {}).get("parent_frame_id", 0)
     stacks: dict[int, tuple[Source, ...]] = {}
-    # The table has parents before their children.
+    # The table has parents before their children, and their ids are one too high: without a parent, it is 1.
     for frame_id, frame in frames.items():
         location = locations.get(frame.get("file_location_id", 0), {})
         file = files.get(location.get("file_name_id", 0), "")
         source = Source(file, location.get("line", 0), functions.get(location.get("function_name_id", 0), ""))
-        stacks[frame_id] = (source, *stacks.get(frame.get("parent_frame_id", 0) - shift, ()))
+        stacks[frame_id] = (source, *stacks.get(frame.get("parent_frame_id", 0) - 1, ()))
     return stacks
 
 

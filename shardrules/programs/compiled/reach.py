@@ -20,16 +20,7 @@ from shardrules.programs.machine.targets import Target, closed_dims
 @final
 @attrs.frozen
 class Topology:
-    """The position of each device of a mesh on its machine, in the order of `mesh.devices.flat`.
-
-    ```python
-    from shardrules.programs.compiled.reach import Topology
-
-    topology = Topology((0, 0, 1, 1), ((0, 0), (0, 1), (0, 0), (0, 1)))
-    assert topology.host_count(((0, 1), (2, 3))) == 1 and topology.host_count(((0, 2), (1, 3))) == 2
-    assert topology.torus_dims(((0, 1), (2, 3))) == 1 and topology.torus_dims(((0, 2), (1, 3))) == 0
-    ```
-    """
+    """The position of each device of a mesh on its machine, in the order of `mesh.devices.flat`."""
 
     granules: tuple[int, ...]  # indices of hosts of GPUs, or of slices of TPUs
     coords: tuple[tuple[int, ...], ...]  # in the torus of the slice; empty where there is no torus
@@ -56,21 +47,19 @@ class Topology:
         """Returns how many hosts or slices a group spans at most; 1 without groups."""
         return max((len({self.granules[device] for device in group}) for group in groups), default=1)
 
+    def extents(self, groups: Groups) -> list[list[int]]:
+        """Returns for each group at how many positions its devices are, along each dimension of the torus."""
+        coords = [zip(*(self.coords[device] for device in group), strict=True) for group in groups]
+        return [[len({*positions}) for positions in dims] for dims in coords]
+
     def torus_dims(self, groups: Groups) -> int:
         """Returns along how many dimensions of the torus the devices of a group differ at most; 0 without a torus."""
-        by_dim = (zip(*(self.coords[device] for device in group), strict=True) for group in groups)
-        return max((sum(len(dict.fromkeys(coords)) > 1 for coords in dims) for dims in by_dim), default=0)
+        return max((sum(extent > 1 for extent in extents) for extents in self.extents(groups)), default=0)
 
     def open_dims(self, groups: Groups) -> int:
         """Returns along how many dimensions of the torus the devices of a group lie on a line, not on a ring."""
-        counts = [
-            [len(dict.fromkeys(coords)) for coords in zip(*(self.coords[device] for device in group), strict=True)]
-            for group in groups
-        ]
-        return max(
-            (sum(1 < count != size for count, size in zip(dims, self.ring_sizes, strict=False)) for dims in counts),
-            default=0,
-        )
+        pairs = [zip(extents, self.ring_sizes, strict=False) for extents in self.extents(groups)]
+        return max((sum(1 < extent != size for extent, size in dims) for dims in pairs), default=0)
 
     def chip_devices(self, groups: Groups) -> int:
         """Returns how many devices of a group share a chip at most; 1 without a torus."""
@@ -79,23 +68,10 @@ class Topology:
 
     def torus_along(self, groups: Groups) -> tuple[int, ...]:
         """Returns the dimensions of the torus along which the devices of any group differ."""
-        differs = (
-            (dim, len({self.coords[device][dim] for device in group}) > 1)
-            for group in groups
-            for dim in range(len(self.coords[group[0]]) if group else 0)
-        )
-        return tuple(sorted(dict.fromkeys(dim for dim, does_differ in differs if does_differ)))
+        return tuple(sorted({dim for extents in self.extents(groups) for dim, each in enumerate(extents) if each > 1}))
 
     def torus_way(self, pairs: Groups, dim: int) -> int:
-        """Returns which way pairs of source and target send along a dimension: 1 up, -1 down, 0 both.
-
-        ```python
-        from shardrules.programs.compiled.reach import Topology
-
-        ring = Topology((0,) * 4, ((0,), (1,), (2,), (3,)), (4,))
-        assert ring.torus_way(((0, 1), (1, 2), (2, 3), (3, 0)), 0) == 1
-        ```
-        """
+        """Returns which way pairs of source and target send along a dimension: 1 up, -1 down, 0 both."""
         steps = {self.coords[target][dim] - self.coords[source][dim] for source, target in pairs} - {0}
         size = self.ring_sizes[dim] if dim < len(self.ring_sizes) else 0
         if size:  # Around a ring data takes the shorter way, and any of two that are as long.
@@ -106,30 +82,16 @@ class Topology:
 @final
 @attrs.frozen
 class GroupReach:
-    """Common facts of the groups of a collective."""
+    """The reach of the groups of a collective, as `Collective` has it."""
 
     span: Span
     size: int
-    """The number of devices in the largest group."""
-
-    host_count: int
-    """The most hosts or slices that a group spans; 1 without a topology."""
-
-    torus_dims: int
-    """Along how many dimensions of the torus the devices of a group differ at most; 0 where no topology is known."""
-
+    host_count: int = 1
+    torus_dims: int = 0
     open_dims: int = 0
-    """The number of these dimensions that are lines: they do not close to a ring."""
-
     chip_devices: int = 1
-    """The most devices of a group that share a chip; 1 without a topology."""
-
     torus_along: tuple[int, ...] = ()
-    """The dimensions of the torus along which the devices of any group differ."""
-
     torus_ways: tuple[int, ...] = ()
-    """The direction in which a permute sends along each of them: 1 up, -1 down, 0 both. Empty for other kinds, which
-    send both."""
 
 
 @final
@@ -150,9 +112,9 @@ class GroupReader:
     def of(cls, program: CompiledProgram, mesh: AnyMesh | None, target: Target | None) -> Self:
         """Prepares to read a program that was compiled for this mesh on this target, as far as they are known."""
         if target is None or mesh is None:
-            return cls(program, mesh_sizes(mesh), Slices.of(mesh, program.device_count), None)
+            return cls(program, mesh_sizes(mesh), Slices.of(mesh, program.partition_count), None)
         real_mesh = target.mesh(mesh)
-        slices, topology = Slices.of(real_mesh, program.device_count), Topology.of(real_mesh, target)
+        slices, topology = Slices.of(real_mesh, program.partition_count), Topology.of(real_mesh, target)
         return cls(program, mesh_sizes(mesh), slices, topology)
 
     def read(self, kind: str, instruction: Instruction) -> GroupReach:
@@ -180,7 +142,7 @@ class GroupReader:
         elif is_permute:
             size = max(1, len({device for pair in groups for device in pair}))
         if self.topology is None:
-            return GroupReach(mesh_span, size, host_count=1, torus_dims=0)
+            return GroupReach(mesh_span, size)
         along = self.topology.torus_along(groups)
         return GroupReach(
             mesh_span,
@@ -196,5 +158,5 @@ class GroupReader:
     def _groups(self, instruction: Instruction) -> Groups:
         if kind_between_slices(instruction):
             return self.slices.groups_between(instruction)
-        groups = groups_of(instruction, self.program.replica_count, self.program.partition_count)
+        groups = groups_of(instruction, self.program.partition_count)
         return self.slices.in_every_slice(groups)

@@ -27,7 +27,7 @@ _AXIS = re.compile(r"'?([^',:\s][^',:]*)'?(?::\((\d+)\)(\d+))?")
 _SENT_PAIRS = re.compile(r'_xla_send_recv_source_target_pairs="?(\{.*?\}\}|\{\})')
 
 _ALONG_PARTITIONS = ("all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
-"""Collectives whose ids number partitions of a replica when they have a channel. The others number replicas then."""
+"""Collectives whose ids number partitions when they have a channel. The others number replicas then."""
 
 
 @final
@@ -43,15 +43,7 @@ class Span:
 
 
 def read_groups(text: str, device_count: int) -> Groups:
-    """Reads groups in any of the four forms; an empty text is one group of `device_count` devices.
-
-    ```python
-    from shardrules.programs.compiled.replica_groups import read_groups
-
-    assert read_groups("[2,2]<=[2,2]T(1,0)", 4) == ((0, 2), (1, 3))
-    assert read_groups("mesh['a'=2,'b'=2] {'a'}", 4) == ((0, 2), (1, 3))
-    ```
-    """
+    """Reads groups in any of the four forms; an empty text is one group of `device_count` devices."""
     text = text.strip()
     if text.startswith("mesh["):
         return _read_mesh_groups(text)
@@ -118,47 +110,30 @@ def _read_device_ids(text: str) -> np.ndarray:
     return _read_iota(text).reshape(-1) if text.startswith("[") else np.array([int(part) for part in text.split(",")])
 
 
-def groups_of(instruction: Instruction, replica_count: int, partition_count: int) -> Groups:
+def groups_of(instruction: Instruction, device_count: int) -> Groups:
     """Returns the devices that a collective brings together, or its pairs of source and target.
 
-    Device `r * partition_count + p` is partition `p` of replica `r`. What the ids in the text number depends on
-    `channel_id` and `use_global_device_ids`, as XLA's `CollectiveOpGroupMode` defines it.
+    What the ids in the text number depends on `channel_id` and `use_global_device_ids`, as XLA's
+    `CollectiveOpGroupMode` defines it. JAX has a single replica of a program, with a partition for each device.
     """
-    # Without replica_groups all devices form one group: an empty text.
-    attributes = instruction.attributes
-    devices = replica_count * partition_count
+    attributes, kind = instruction.attributes, instruction.op.removesuffix("-start")
     if instruction.op == "send":
         return sent_pairs(instruction) or ()
+    # Without replica_groups all devices form one group: an empty text.
     text = attributes.get("source_target_pairs", attributes.get("replica_groups", "{}"))
     if "device_ids" in attributes:  # it belongs to the mesh, but the comma before it ends any other attribute
         text = f"{text}, device_ids={attributes['device_ids']}"
     if attributes.get("source_target_pairs") == "{}":
         return ()
-    kind = instruction.op.removesuffix("-start")
-    if attributes.get("use_global_device_ids") == "true":
-        return read_groups(text, devices)
-    if "channel_id" in attributes and kind in _ALONG_PARTITIONS:  # ids of partitions, the same in every replica
-        groups = read_groups(text, partition_count)
-        return tuple(
-            tuple(replica * partition_count + partition for partition in group)
-            for replica in range(replica_count)
-            for group in groups
-        )
-    groups = read_groups(text, replica_count)  # ids of replicas
-    if replica_count == 1 and any(device for group in groups for device in group):
+    is_of_devices = attributes.get("use_global_device_ids") == "true"
+    if is_of_devices or ("channel_id" in attributes and kind in _ALONG_PARTITIONS):
+        return read_groups(text, device_count)
+    groups = read_groups(text, 1)
+    if any(device for group in groups for device in group):
         return groups  # the only replica is 0, so these must be devices
-    partitions = range(partition_count)
-    # With a channel, all partitions of the replicas in a group take part; without, each partition by itself.
-    if "channel_id" in attributes:
-        return tuple(
-            tuple(replica * partition_count + partition for replica in group for partition in partitions)
-            for group in groups
-        )
-    return tuple(
-        tuple(replica * partition_count + partition for replica in group)
-        for partition in partitions
-        for group in groups
-    )
+    # With a channel, all devices of the replica take part; without, each by itself.
+    devices = range(device_count)
+    return (tuple(devices),) if "channel_id" in attributes else tuple((device,) for device in devices)
 
 
 def sent_pairs(instruction: Instruction) -> Groups | None:
@@ -171,15 +146,7 @@ def sent_pairs(instruction: Instruction) -> Groups | None:
 
 
 def span(groups: Groups, sizes: Mapping[str, int]) -> Span:
-    """Finds the mesh axes that groups of devices form. `sizes` has the axes in mesh order.
-
-    ```python
-    from shardrules.programs.compiled.replica_groups import Span, span
-
-    assert span(((0, 2), (1, 3)), {"data": 2, "model": 2}) == Span(("data",), ("data",))
-    assert span(((0, 1), (2, 3)), {"data": 4}) == Span(None, ("data",))
-    ```
-    """
+    """Finds the mesh axes that groups of devices form. `sizes` has the axes in mesh order."""
     if not sizes:
         return Span(None, ())
     # NumPy wants rectangles, so groups of one length are unravelled together.

@@ -247,14 +247,7 @@ def _closing_bracket(line: str, start: int) -> int:
 
 
 def read_attributes(text: str) -> dict[str, str]:
-    """Splits `name=value, name=value`, where values may contain brackets, commas and quoted text.
-
-    ```python
-    from shardrules.programs.compiled.text import read_attributes
-
-    assert read_attributes('slice={[0:4], [1:2]}, to_apply=%add') == {"slice": "{[0:4], [1:2]}", "to_apply": "%add"}
-    ```
-    """
+    """Splits `name=value, name=value`, where values may contain brackets, commas and quoted text."""
     # Cut at commas outside of brackets: values may be {[0:4], [1:2]}.
     cuts, depth = [-1], 0
     for match in _BRACKET_OR_TEXT.finditer(text):

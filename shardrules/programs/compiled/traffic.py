@@ -49,18 +49,6 @@ def read_bytes(
     """Returns the bytes that an instruction reads: its operands, each array once, or the parts of them that it takes.
 
     With `of_host`, only those that it reads from memory of the host.
-
-    ```python
-    from shardrules.programs.compiled.program import read_program
-    from shardrules.programs.compiled.traffic import read_bytes, written_bytes
-
-    table, rows = jnp.ones((5000, 16)), jnp.arange(4)
-    program = read_program(jax.jit(lambda table, rows: table[rows]).lower(table, rows).compile().as_text())
-    entry = program.entry_computation
-    (fusion,) = [instruction for instruction in entry.instructions if instruction.op == "fusion"]
-    assert read_bytes(program, entry, fusion) == 4 * 16 * 4 + rows.nbytes
-    assert written_bytes(program, entry, fusion) == 4 * 16 * 4
-    ```
     """
     fusion = fusion_of(program, instruction)
     parameters = fusion.top.parameters if fusion else ()
@@ -270,20 +258,10 @@ class Fusion:
             is_same = instruction.op in _SAME_BYTES or (
                 instruction.op == "convert" and _contains(array, computation.by_name[operand].types[0])
             )
-            if is_same:
-                value = Value(computation.name, operand)
-            elif instruction.op == "fusion":
-                called = self._called(instruction)
-                value = Value(called.name, called.root, value.index)
-            elif instruction.op == "get-tuple-element":
-                value = Value(computation.name, operand, int(instruction.attributes["index"]))
-            elif instruction.op == "tuple" and value.index is not None:
-                value = Value(computation.name, instruction.operands[value.index])
-            elif instruction.op == "parameter" and computation is not self.top:
-                call = self.program.callers(computation.name)[0]
-                value = Value(call.caller, call.instruction.operands[int(instruction.literal)])
-            else:
+            source = Value(computation.name, operand) if is_same else self.program.flow.source(value)
+            if source is None or (instruction.op == "parameter" and computation is self.top):
                 return value
+            value = source
 
 
 def _contains(array: ArrayType | None, other: ArrayType) -> bool:

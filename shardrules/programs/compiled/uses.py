@@ -61,16 +61,6 @@ def uses(
     """Yields what uses any of these values, or what `passes_on` instructions make of them.
 
     The same instruction may come several times. What the program returns is a use by the root of its entry.
-
-    ```python
-    from shardrules.programs.compiled.flow import Value
-    from shardrules.programs.compiled.program import read_program
-    from shardrules.programs.compiled.uses import uses
-
-    program = read_program(jax.jit(lambda x: jnp.sin(x.T) + 1).lower(jnp.ones((8, 4))).compile().as_text())
-    (parameter,) = program.entry_computation.parameters
-    assert "sine" in [use.instruction.op for use in uses(program, [Value(program.entry, parameter.name)])]
-    ```
     """
     pending = list(dict.fromkeys(values))
     seen = set(pending)

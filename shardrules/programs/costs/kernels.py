@@ -26,20 +26,7 @@ reads are up to 10 % faster than copies."""
 
 
 def kernel_seconds(kernel: Kernel, hardware: Hardware) -> float:
-    """Returns how long one run of a kernel takes, its launch included.
-
-    ```python
-    from shardrules.programs.costs.kernels import kernel_seconds
-    from shardrules.programs.compiled.flops import find_matmuls
-    from shardrules.programs.compiled.kernels import find_kernels
-    from shardrules.programs.compiled.program import read_program
-
-    a, b = jnp.ones((64, 128)), jnp.ones((128, 32))
-    program = read_program(jax.jit(lambda a, b: a @ b).lower(a, b).compile().as_text())
-    (kernel,) = find_kernels(program, find_matmuls(program))
-    assert kernel_seconds(kernel, sr.Hardware.named("cpu")) > 0
-    ```
-    """
+    """Returns how long one run of a kernel takes, its launch included."""
     estimate = estimated_seconds(kernel, hardware)
     if hardware.clock_hertz and kernel.is_scalar and not kernel.matmuls and estimate is None:
         return traffic_part(kernel, hardware)  # TPUs have a core for scalars: nothing is launched

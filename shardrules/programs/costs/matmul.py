@@ -41,14 +41,6 @@ def matmul_seconds(batch: int, m: int, n: int, k: int, dtype: Any, precision: st
 
     `dtype` is the operands', and `precision` one of JAX's, or the name of an algorithm. Measured rates include reading
     the operands and writing the result; without a table that is for `traffic_seconds`.
-
-    ```python
-    from shardrules.programs.costs.matmul import matmul_seconds
-
-    h100 = sr.Hardware.named("cuda:h100")
-    large = matmul_seconds(1, 4096, 4096, 4096, "bf16", "default", h100)
-    assert 2 * 4096**3 / 989.4e12 < large < 4096 * matmul_seconds(1, 256, 256, 256, "bf16", "default", h100)
-    ```
     """
     if min(batch, m, n, k) < 1:
         return 0.0

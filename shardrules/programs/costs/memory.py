@@ -5,15 +5,7 @@ from shardrules.programs.machine.measured import Access
 
 
 def traffic_seconds(nbytes: float, hardware: Hardware, access: Access = "copy") -> float:
-    """The time of a kernel that reads and writes `nbytes` in all, without its launch.
-
-    ```python
-    from shardrules.programs.costs.memory import traffic_seconds
-
-    h100 = sr.Hardware.named("cuda:h100")
-    assert traffic_seconds(3.35e9, h100) >= 1e-3
-    ```
-    """
+    """The time of a kernel that reads and writes `nbytes` in all, without its launch."""
     return nbytes / (hardware.memory_bytes_per_second * fraction(hardware.memory_fractions, access))
 
 

@@ -206,7 +206,6 @@ class Player:
         return handle
 
     def _wait(self, handle: Handle) -> None:
-        """Moves the clock to the end of a task."""
         task, seconds = handle.task, handle.end - self.now
         if seconds > 0:
             self.tally.add(_PURPOSES[task.kind], seconds, task.line)
@@ -317,7 +316,6 @@ class Player:
         return player.now
 
     def _play_with(self, computation: str, arguments: list[Carried]) -> Carried:
-        """Plays a computation on its arguments."""
         if not any(arguments):
             return self._play(computation, {})
         parameters = self.reader.program.find(computation).parameters

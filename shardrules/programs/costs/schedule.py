@@ -81,7 +81,6 @@ def play_schedule(
 
 
 def _line_times(tally: Tally, critical: Mapping[str, float]) -> tuple[LineTime, ...]:
-    """The time of each line, the longest first."""
     compute, sent, exposed, copies = (tally.of(purpose) for purpose in ("compute", "sent", "exposed", "copy"))
     hidden_by: dict[str, tuple[float, str]] = {}
     for line, beside, seconds in tally.hidden():

@@ -316,7 +316,6 @@ def _meet(send: Instruction, receive: Instruction) -> bool:
 
 
 def _channel_of(computation: Computation) -> str:
-    """The channel of the collective in a computation."""
     channels = [_meeting(inner.text) for inner in computation.instructions if is_collective(inner)]
     return channels[0] if channels else ""
 

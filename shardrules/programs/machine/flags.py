@@ -6,9 +6,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from types import MappingProxyType
-from typing import TypeAlias, final
-
-import attrs
+from typing import TypeAlias
 
 from shardrules.core.errors import ConfigTypeError, TargetError, suggest
 
@@ -22,29 +20,14 @@ _SET_MARK = ":"
 """Names of sets have a colon, as `maxtext:v5p` does, and those of flags never do."""
 
 
-@final
-@attrs.frozen
-class FlagSet:
-    """Flags that somebody publishes, and where."""
-
-    name: str
-    flags: Flags
-    source: str
-
-
 def read_flags(flags: FlagsLike) -> Flags:
-    """Reads flags; a later one replaces an earlier one of the same name, as compilers read them.
-
-    ```python
-    from shardrules.programs.machine.flags import read_flags
-
-    flags = (("xla_tpu_scoped_vmem_limit_kib", "65536"), ("xla_enable_async_all_gather", "true"))
-    assert read_flags("--xla_tpu_scoped_vmem_limit_kib=65536 --xla_enable_async_all_gather") == flags
-    assert read_flags({"xla_tpu_scoped_vmem_limit_kib": 65536, "xla_enable_async_all_gather": True}) == flags
-    ```
-    """
+    """Reads flags; a later one replaces an earlier one of the same name, as compilers read them."""
     if flags is None or isinstance(flags, str):
-        pairs = [pair for word in _words(flags or "") for pair in _read_word(word)]
+        try:
+            words = shlex.split(flags or "")
+        except ValueError as error:  # a quote that is not closed
+            raise TargetError(f"flags {flags!r:.120}: {error}") from error
+        pairs = [pair for word in words for pair in _read_word(word)]
     elif isinstance(flags, Mapping):
         pairs = list(flags.items())
     else:
@@ -65,27 +48,15 @@ def read_flags(flags: FlagsLike) -> Flags:
 
 def flags_text(flags: Flags) -> str:
     """Returns flags as a string that `read_flags` reads: the name of a set, if they are one."""
-    named = next((name for name, flag_set in flag_sets().items() if dict(flag_set.flags) == dict(flags)), "")
+    named = next((name for name, each in flag_sets().items() if dict(each) == dict(flags)), "")
     return named or shlex.join(f"--{name}={value}" for name, value in flags)
 
 
 @functools.cache
-def flag_sets() -> Mapping[str, FlagSet]:
-    """All sets by name, in the order of `flags.toml`."""
+def flag_sets() -> Mapping[str, Flags]:
+    """All published sets by name, in the order of `flags.toml`, which has their sources."""
     text = files("shardrules.programs.machine").joinpath("flags.toml").read_text("utf-8")
-    return MappingProxyType(
-        {
-            name: FlagSet(name, read_flags(table["flags"]), table["source"])
-            for name, table in tomllib.loads(text).items()
-        }
-    )
-
-
-def _words(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:  # a quote that is not closed
-        raise TargetError(f"flags {text!r:.120}: {error}") from error
+    return MappingProxyType({name: read_flags(table["flags"]) for name, table in tomllib.loads(text).items()})
 
 
 def _read_word(word: str) -> list[tuple[str, str]]:
@@ -96,7 +67,7 @@ def _read_word(word: str) -> list[tuple[str, str]]:
             raise TargetError(
                 f"unknown set of flags {name!r}{suggest(name, flag_sets())}; the sets are {', '.join(flag_sets())}"
             )
-        return list(flag_sets()[name].flags)
+        return list(flag_sets()[name])
     if not name:
         raise TargetError(f"expected a flag such as --xla_enable_async_all_gather=true, got {word!r:.80}")
     return [(name, value if equals else "true")]

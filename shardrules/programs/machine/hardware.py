@@ -140,7 +140,7 @@ class Hardware:
         default=(), converter=as_tables(CollectiveTimes), repr=False, kw_only=True
     )
     network_fraction: float = attrs.field(default=1.0, kw_only=True)
-    # What a device on PCIe 4.0 x16 reaches. With twice as much, offloaded arrays arrive in half the time.
+    # What a device on PCIe 4.0 x16 reaches.
     host_link_bytes_per_second: float = attrs.field(default=25e9, kw_only=True)
     launch_seconds: float = attrs.field(default=0.0, kw_only=True)
     collective_launch_seconds: float = attrs.field(default=0.0, kw_only=True)
@@ -294,7 +294,8 @@ class Hardware:
             table = read_toml(text)
         except ValueError as error:
             raise HardwareError(f"{file} is not a sheet of hardware, which is TOML: {error}") from error
-        problems = sheet_problems(table, FIGURES, required=_required())
+        required = [field.name for field in attrs.fields(Hardware) if field.default is attrs.NOTHING]
+        problems = sheet_problems(table, FIGURES, required)
         if problems:
             raise HardwareError(f"{file} is not a sheet of hardware: {'; '.join(problems)}")
         try:
@@ -374,12 +375,6 @@ def fraction(fractions: Fractions, *names: str) -> float:
     """The fraction for the first of the names that has any, else the one for everything, else 1."""
     by_name = dict(fractions)
     return next((by_name[name] for name in (*names, "all") if name in by_name), 1.0)
-
-
-def _required() -> list[str]:
-    """The figures without a default."""
-    fields = attrs.fields_dict(Hardware)
-    return [figure for figure in FIGURES if fields[figure].default is attrs.NOTHING]
 
 
 def _unknown_figure(name: str) -> str:

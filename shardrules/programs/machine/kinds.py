@@ -17,14 +17,7 @@ _TPUS = {
 
 
 def sheet_name(platform: str, device_kind: str) -> str | None:
-    """Returns the name of the sheet for a device's `platform` and `device_kind`; `None` where there is none.
-
-    ```python
-    from shardrules.programs.machine.kinds import sheet_name
-
-    assert sheet_name("gpu", "NVIDIA H100 80GB HBM3") == "cuda:h100" and sheet_name("tpu", "TPU v9") is None
-    ```
-    """
+    """Returns the name of the sheet for a device's `platform` and `device_kind`; `None` where there is none."""
     if platform == "cpu":
         return "cpu"
     if platform == "tpu":

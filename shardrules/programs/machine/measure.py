@@ -153,8 +153,6 @@ class Measurements:
 @final
 @attrs.define
 class _Session:
-    """The measurements so far, and the time that they have."""
-
     devices: Sequence[Any]
     sizes: Sizes
     start: float
@@ -300,7 +298,6 @@ def _rounds(seconds: float) -> int:
 
 
 def _matmul_rounds(session: _Session, dims: tuple[int, int, int], seconds: float) -> int:
-    """The rounds of a matmul in a program."""
     is_large = set(dims) == {session.sizes.matmuls[-1]} and session.device.platform != "cpu"
     return max(2, math.ceil(_LOAD_SECONDS / seconds)) if is_large else _rounds(seconds)
 
@@ -419,7 +416,7 @@ def _agreed_rounds(session: _Session, name: str, seconds: float, growth: float, 
 
 
 def _torus_dims(group: Sequence[Any]) -> tuple[int, int]:
-    """Along how many dimensions of a torus devices differ, and how many of these do not close to a ring."""
+    """The dimensions of a torus along which devices differ, and those of them that do not close to a ring: numbers."""
     coords = [device.coords for device in group if device.platform == "tpu"]
     extents = [max(column) - min(column) + 1 for column in zip(*coords, strict=True)]
     spanned = [extent for extent in extents if extent > 1]

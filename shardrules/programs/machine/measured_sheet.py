@@ -255,7 +255,6 @@ def _in_tens(seconds: float) -> int:
 
 
 def _reference(rates: Mapping[str, float]) -> str:
-    """The kind of multiplication that others are compared with."""
     return next(kind for kind in MATMUL_KINDS if kind in rates)
 
 

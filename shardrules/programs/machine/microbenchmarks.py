@@ -63,7 +63,7 @@ class Overhead:
 def device_overhead(device: Any, end: float) -> Overhead:
     """Measures calls and empty rounds on one device. `end` is when to stop repeating, as below."""
     x = jax.device_put(np.ones(8, np.float32), SingleDeviceSharding(device))
-    return _overhead(lambda carry: (_touched(carry, 1.0), carry[1]), (x, x + 0), (), end, _as_it_is)
+    return _overhead(lambda carry: (_touched(carry, 1.0), carry[1]), (x, x + 0), (), end)
 
 
 def matmul_seconds(
@@ -133,9 +133,7 @@ def group_overhead(devices: Sequence[Any], end: float) -> Overhead:
     """Measures calls and empty rounds on several devices at once."""
     mesh = _line(devices)
     x, y, scale = (_on_all(np.full(8, value, np.float32), mesh) for value in (1, 1, 0.5))
-    return _overhead(
-        lambda carry, scale: (_touched(carry, scale[0]), carry[1]), (x, y), (scale,), end, _mapped_over(mesh)
-    )
+    return _overhead(lambda carry, scale: (_touched(carry, scale[0]), carry[1]), (x, y), (scale,), end, mesh)
 
 
 def collective_seconds(
@@ -165,7 +163,7 @@ def collective_seconds(
 
     x, y = (_on_all(np.ones((local, columns), np.float32), mesh) for local in (operand, result))
     scale = _on_all(np.full(1, 0.5, np.float32), mesh)
-    return _round_seconds(send, (x, y), (scale,), rounds, overhead, end, _mapped_over(mesh))
+    return _round_seconds(send, (x, y), (scale,), rounds, overhead, end, mesh)
 
 
 def host_link_seconds(direction: str, nbytes: int, device: Any, end: float) -> float:
@@ -200,22 +198,14 @@ def _on_all(local: np.ndarray, mesh: Mesh) -> Any:
     return jax.make_array_from_callback(shape, NamedSharding(mesh, P("d")), lambda _: local)
 
 
-def _as_it_is(step: Step) -> Step:
-    return step
-
-
-def _mapped_over(mesh: Mesh) -> Callable[[Step], Step]:
-    return lambda step: jax.shard_map(step, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
-
-
 def _touched(carry: Any, scale: Any) -> Any:
     """The first of two arrays, with an element or a row that depends on the second."""
     x, y = carry
     return x.at[0].set(y[0] * scale)
 
 
-def _overhead(step: Step, carry: Any, constants: tuple[Any, ...], end: float, wrap: Callable[[Step], Step]) -> Overhead:
-    few, many = (_program_seconds(step, carry, constants, rounds, end, wrap) for rounds in _EMPTY_ROUNDS)
+def _overhead(step: Step, carry: Any, constants: tuple[Any, ...], end: float, mesh: Mesh | None = None) -> Overhead:
+    few, many = (_program_seconds(step, carry, constants, rounds, end, mesh) for rounds in _EMPTY_ROUNDS)
     each = max(0.0, many - few) / (_EMPTY_ROUNDS[1] - _EMPTY_ROUNDS[0])
     return Overhead(max(0.0, few - each * _EMPTY_ROUNDS[0]), each)
 
@@ -227,7 +217,7 @@ def _round_seconds(
     rounds: int,
     overhead: Overhead,
     end: float,
-    wrap: Callable[[Step], Step] = _as_it_is,
+    mesh: Mesh | None = None,
     unroll: int = 1,
 ) -> float:
     """The time of a round beyond an empty one, and half of it at least.
@@ -235,7 +225,7 @@ def _round_seconds(
     Where most of a round is what an empty one takes, the difference is noise, and too small on devices that start
     kernels ahead. With `unroll`, the small kernel that makes each round depend on the last is not subtracted.
     """
-    seconds = _program_seconds(step, carry, constants, rounds, end, wrap, unroll) / rounds
+    seconds = _program_seconds(step, carry, constants, rounds, end, mesh, unroll) / rounds
     more = seconds - overhead.call_seconds / rounds - overhead.round_seconds / unroll
     return max(more, seconds / 2)
 
@@ -246,14 +236,16 @@ def _program_seconds(
     constants: tuple[Any, ...],
     rounds: int,
     end: float,
-    wrap: Callable[[Step], Step],
+    mesh: Mesh | None,
     unroll: int = 1,
 ) -> float:
     def run(carry: Any, *constants: Any) -> Any:
         return lax.fori_loop(0, rounds, lambda _, carry: step(carry, *constants), carry, unroll=unroll)
 
+    if mesh is not None:
+        run = jax.shard_map(run, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
     # Each run goes on with what the last one returned, in the same memory: nothing is copied.
-    compiled = _compiled(wrap(run), (carry, *constants), donated=(0,))
+    compiled = _compiled(run, (carry, *constants), donated=(0,))
     state = jax.tree.map(lambda array: array + 0, carry)
 
     def again() -> Any:

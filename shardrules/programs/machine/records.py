@@ -13,14 +13,7 @@ _TABLES = ("matmul_rates", "collective_times")
 
 
 def hardware_to_json(hardware: Hardware) -> dict[str, Any]:
-    """Returns hardware as plain data.
-
-    ```python
-    from shardrules.programs.machine.records import hardware_to_json
-
-    assert hardware_to_json(sr.Hardware.named("cuda:h100"))["matmul_rates"] == "cuda:h100"
-    ```
-    """
+    """Returns hardware as plain data."""
     data = attrs.asdict(hardware)
     for figure in _TABLES:
         tables = getattr(hardware, figure)

@@ -28,17 +28,7 @@ _WHOLE = ("torus_dims", "devices_per_chip", "matmul_tile")
 
 
 def hardware_problems(figures: Mapping[str, Any], rates: Sequence[str]) -> list[str]:
-    """Returns everything that is wrong with the figures of a sheet. `rates` are the kinds of multiplication.
-
-    ```python
-    import attrs
-
-    from shardrules.programs.machine.sheet_checks import hardware_problems
-
-    figures = {**attrs.asdict(sr.Hardware.named("cpu"), recurse=False), "network_fraction": 3}
-    assert hardware_problems(figures, ["bf16", "f32"])[0] == "network_fraction must be at most 1, got 3"
-    ```
-    """
+    """Returns everything that is wrong with the figures of a sheet. `rates` are the kinds of multiplication."""
     problems = [problem for figure in (*_POSITIVE, *_LEAST) for problem in _number_problems(figure, figures[figure])]
     count = figures["devices_per_host"]
     if count is not None and (not _is_whole(count) or count < 1):
@@ -114,15 +104,14 @@ def _unread_problems(name: str, table: Any, kind: type[Any]) -> list[str]:
     if not isinstance(table, Mapping):
         return [f"{name} must be a table of {', '.join(fields)}; got {table!r:.60}"]
     missing = [field for field in fields if field not in table]
-    problems = [f"{name} has no {', '.join(missing)}"] if missing else []
+    problems = [f"{name} has no {', '.join(missing)}"] * bool(missing)
     problems += [f"{name}: unknown field {key!r}{suggest(str(key), fields)}" for key in table if key not in fields]
-    if problems:
-        return problems
-    try:
-        kind(**table)
-    except (TypeError, ValueError) as error:
-        return [f"{name}: {error}"]
-    return []
+    if not problems:
+        try:
+            kind(**table)
+        except (TypeError, ValueError) as error:
+            problems.append(f"{name}: {error}")
+    return problems
 
 
 def _is_whole(value: Any) -> bool:

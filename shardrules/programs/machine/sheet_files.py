@@ -8,15 +8,7 @@ from shardrules.core.errors import suggest
 
 
 def sheet_text(fields: Mapping[str, Any], figures: Sequence[str]) -> str:
-    """Returns the TOML of a sheet with these fields.
-
-    ```python
-    from shardrules.programs.machine.sheet_files import sheet_text
-
-    text = sheet_text({"name": "ours", "torus_dims": 2, "sources": (("torus_dims", "looked"),)}, ["torus_dims"])
-    assert text.splitlines() == ['name = "ours"', "", "[torus_dims]", "value = 2", 'source = "looked"']
-    ```
-    """
+    """Returns the TOML of a sheet with these fields."""
     sources = dict(fields["sources"])
     lines = [f"name = {_value(fields['name'])}"]
     for figure in figures:

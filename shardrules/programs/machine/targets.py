@@ -66,8 +66,7 @@ _GPUS = ("a100", "h100", "h200", "b200")
 """The GPUs with a description in `gpus/`."""
 
 _GPUS_PER_HOST = 8
-"""The GPUs of a DGX or HGX host, which NVLink connects. Twice as many would move the border between NVLink and the
-network, and with it the algorithms that XLA chooses for collectives across it."""
+"""The GPUs of a DGX or HGX host, which NVLink connects."""
 
 _SINGLE_CHIP = (("chips_per_host_bounds", (1, 1, 1)),)
 """Without this option libtpu assumes hosts of 2x2 chips, and refuses a topology of one chip."""

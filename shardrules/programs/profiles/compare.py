@@ -2,8 +2,8 @@
 
 import re
 import statistics
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import final
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import TypeAlias, final
 
 import attrs
 
@@ -15,11 +15,13 @@ from shardrules.programs.profiles.comparison import (
     UnmatchedKind,
     UnmatchedTime,
 )
-from shardrules.programs.profiles.intervals import Intervals, length, outside, union
 from shardrules.programs.profiles.launches import with_instructions
 from shardrules.programs.profiles.modelled import ModelledPart, ModelledProgram
 from shardrules.programs.profiles.runs import DeviceRuns, Run, find_programs, find_runs
 from shardrules.programs.profiles.trace import Activity, ProfileTrace
+
+Intervals: TypeAlias = list[tuple[float, float]]
+"""Intervals in the order of time, none of which meets another."""
 
 _NS = 1e-9
 _HOST_COPY = re.compile(r"Memcpy(H2D|D2H|HtoD|DtoH)")
@@ -28,19 +30,9 @@ _HOST_COPY = re.compile(r"Memcpy(H2D|D2H|HtoD|DtoH)")
 
 @final
 @attrs.frozen
-class _PartTime:
-    """A part in one run on one device."""
-
-    measured_seconds: float
-    exposed_seconds: float = 0.0
-
-
-@final
-@attrs.frozen
 class _RunTimes:
-    """The times of one run on one device, by part and in all."""
-
-    parts: Mapping[str, _PartTime]
+    parts: Mapping[str, tuple[float, float]]
+    """Measured and exposed seconds of each part."""
     control: Mapping[str, float]
     """The time of loops and calls in which nothing inside of them runs."""
     unknown: Mapping[str, tuple[float, int]]
@@ -64,7 +56,7 @@ def compare_trace(
     lines: dict[str, list[ModelledPart]] = {}
     for part in in_trace:
         lines.setdefault(part.line, []).append(part)
-    measured = sum(sum(time.measured_seconds for time in run.parts.values()) for runs in times for run in runs)
+    measured = sum(seconds for runs in times for run in runs for seconds, _ in run.parts.values())
     unknown = sum(seconds for runs in times for run in runs for seconds, _ in run.unknown.values())
     share = measured / (measured + unknown) if measured + unknown else 0.0
     if any(device.device.has_kernels for device in devices):
@@ -126,7 +118,7 @@ def _run_times(run: Run, modelled: ModelledProgram, device: DeviceRuns) -> _RunT
     seen = union([*busy, *sent, *_extent(activity for part in copies for activity in matched[part.name])])
     return _RunTimes(
         {
-            **{part.name: _PartTime(_direct_seconds(matched[part.name])) for part in (*kernels, *whole)},
+            **{part.name: (_direct_seconds(matched[part.name]), 0.0) for part in (*kernels, *whole)},
             **{part.name: _transfer_time(part, matched[part.name], busy) for part in (*collectives, *copies)},
         },
         {part.name: outside(_extent(matched[part.name]), seen) * _NS for part in around},
@@ -152,13 +144,14 @@ def _direct_seconds(activities: Iterable[Activity]) -> float:
     return sum(activity.self_ns for activity in activities if not activity.in_flight) * _NS
 
 
-def _transfer_time(part: ModelledPart, activities: Sequence[Activity], busy: Intervals) -> _PartTime:
+def _transfer_time(part: ModelledPart, activities: Sequence[Activity], busy: Intervals) -> tuple[float, float]:
+    """The measured and the exposed seconds of a transfer."""
     extent = _extent(activities)
     exposed = outside(extent, busy) * _NS
     if not any(activity.in_flight for activity in activities):
-        return _PartTime(_direct_seconds(activities), exposed)
+        return _direct_seconds(activities), exposed
     # The trace has its start and its end, but not how long in between it was sending.
-    return _PartTime(min(max(part.seconds, exposed), length(extent) * _NS), exposed)
+    return min(max(part.seconds, exposed), length(extent) * _NS), exposed
 
 
 def _compared(
@@ -170,13 +163,9 @@ def _compared(
 ) -> ComparedTime:
     """The time of some parts together: the median over runs on each device, then that over the devices."""
 
-    def median(runs: Iterable[_RunTimes], figure: Callable[[_PartTime], float]) -> float:
-        return statistics.median(
-            sum(figure(run.parts[part.name]) for part in group if part.name in run.parts) for run in runs
-        )
-
-    measured = [median(runs, lambda time: time.measured_seconds) for runs in times]
-    exposed = [median(runs, lambda time: time.exposed_seconds) for runs in times]
+    seconds = [[[run.parts[part.name] for part in group if part.name in run.parts] for run in runs] for runs in times]
+    measured = [statistics.median(sum(each for each, _ in run) for run in runs) for runs in seconds]
+    exposed = [statistics.median(sum(each for _, each in run) for run in runs) for runs in seconds]
     slowest = max(range(len(devices)), key=lambda index: measured[index])
     return ComparedTime(
         name,
@@ -206,12 +195,10 @@ def _unmatched(
     trace: ProfileTrace, devices: Sequence[DeviceRuns], times: Sequence[Sequence[_RunTimes]]
 ) -> tuple[UnmatchedTime, ...]:
     """Everything that only the trace has, on the device that has most of it."""
-    most: dict[tuple[UnmatchedKind, str], UnmatchedTime] = {}
-    for device, runs in zip(devices, times, strict=True):
-        for time in (*_in_runs(device, runs), *_beside_runs(trace, device)):
-            key = time.kind, time.name
-            if key not in most or (time.seconds, time.outside_seconds) > (most[key].seconds, most[key].outside_seconds):
-                most[key] = time
+    pairs = zip(devices, times, strict=True)
+    everything = [time for device, runs in pairs for time in (*_in_runs(device, runs), *_beside_runs(trace, device))]
+    ascending = sorted(everything, key=lambda time: (time.seconds, time.outside_seconds))
+    most = {(time.kind, time.name): time for time in ascending}
     return tuple(sorted(most.values(), key=lambda time: (-time.seconds, -time.outside_seconds, time.name)))
 
 
@@ -252,7 +239,7 @@ def _beside_runs(trace: ProfileTrace, device: DeviceRuns) -> list[UnmatchedTime]
     for run in device.left_out:
         add("run left out", str(device.program), float("-inf"), (run.end_ns - run.start_ns) * _NS)
     for transfer in trace.host_transfers:
-        add("host transfer", transfer.name, transfer.start_ns, (transfer.end_ns - transfer.start_ns) * _NS)
+        add("host transfer", transfer.name, transfer.start_ns, transfer.self_ns * _NS)
     steps = len(device.runs)
     return [
         UnmatchedTime(kind, name, inside / steps, count / steps, outside_seconds)
@@ -261,7 +248,6 @@ def _beside_runs(trace: ProfileTrace, device: DeviceRuns) -> list[UnmatchedTime]
 
 
 def _missing(modelled: ModelledProgram, names: Mapping[str, None], covered: Iterable[str]) -> tuple[MissingPart, ...]:
-    """The parts with a modelled time that no run has."""
     present = {*names, *covered}
     missing = [
         MissingPart(part.name, part.label, part.line, part.seconds, part.conditional)
@@ -269,3 +255,32 @@ def _missing(modelled: ModelledProgram, names: Mapping[str, None], covered: Iter
         if part.name not in present and part.seconds and part.count
     ]
     return tuple(sorted(missing, key=lambda part: (-part.modelled_seconds, part.name)))
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
+    """Returns the union of intervals."""
+    merged: Intervals = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Intervals) -> float:
+    """Returns the length of intervals together."""
+    return sum(end - start for start, end in intervals)
+
+
+def outside(intervals: Intervals, others: Intervals) -> float:
+    """Returns the length of the intervals that none of `others` covers."""
+    covered, index = 0.0, 0
+    for start, end in intervals:
+        while index < len(others) and others[index][1] <= start:
+            index += 1
+        position = index
+        while position < len(others) and others[position][0] < end:
+            covered += min(end, others[position][1]) - max(start, others[position][0])
+            position += 1
+    return length(intervals) - covered

@@ -1,6 +1,6 @@
 """The comparison of a report with a trace, and its tables."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Self, TypeAlias, final
 
 import attrs
@@ -183,7 +183,11 @@ class TraceComparison:
         if self.devices_left_out:
             where += f" ({self.devices_left_out} left out: they have no whole run of it, or another program)"
         device = f"{slowest.device}, the fastest {fastest}" if len(self.devices) > 1 else slowest.device
-        measured = f"{seconds_text(self.step_seconds)} a step ({device}): {_device_text(slowest)}"
+        measured = (
+            f"{seconds_text(self.step_seconds)} a step ({device}): kernels {seconds_text(slowest.kernel_seconds)}, "
+            f"collectives {seconds_text(slowest.collective_seconds)} ({seconds_text(slowest.exposed_seconds)} of it "
+            f"exposed), idle {seconds_text(slowest.idle_seconds)}"
+        )
         share = self.modelled_seconds / self.step_seconds
         suspicion = [_ANOTHER_PROGRAM] if self.matched_share < _SAME_PROGRAM else []
         head = [
@@ -198,9 +202,24 @@ class TraceComparison:
         ]
         sections = [
             [*map(printable, head)],
-            _times_table("line", self.lines, _line_cells),
-            _times_table("collective", self.collectives, _collective_cells, ("exposed", "instruction", "line")),
-            _times_table("kernel", self.kernels, _kernel_cells, ("operation", "line")),
+            _times_table(self.lines, {"line": lambda time: time.name or "none"}),
+            _times_table(
+                self.collectives,
+                {
+                    "collective": lambda time: time.label,
+                    "exposed": lambda time: seconds_text(time.exposed_seconds),
+                    "instruction": lambda time: time.name,
+                    "line": lambda time: time.line,
+                },
+            ),
+            _times_table(
+                self.kernels,
+                {
+                    "kernel": lambda time: time.name,
+                    "operation": lambda time: time.label,
+                    "line": lambda time: time.line,
+                },
+            ),
             _unmatched_table(self.unmatched),
             _missing_table(self.missing),
         ]
@@ -220,19 +239,7 @@ class TraceComparison:
             return record(cls, data, "comparison")
 
 
-def _device_text(device: DeviceTime) -> str:
-    return (
-        f"kernels {seconds_text(device.kernel_seconds)}, collectives {seconds_text(device.collective_seconds)} "
-        f"({seconds_text(device.exposed_seconds)} of it exposed), idle {seconds_text(device.idle_seconds)}"
-    )
-
-
-def _times_table(
-    title: str,
-    times: Sequence[ComparedTime],
-    cells: Callable[[ComparedTime], tuple[str, ...]],
-    columns: tuple[str, ...] = (),
-) -> list[str]:
+def _times_table(times: Sequence[ComparedTime], columns: Mapping[str, Callable[[ComparedTime], str]]) -> list[str]:
     rows = [
         (
             seconds_text(time.modelled_seconds),
@@ -240,26 +247,14 @@ def _times_table(
             f"{'+' * (time.difference > 0)}{seconds_text(time.difference)}",
             seconds_text(time.slowest_seconds),
             f"{time.count:,}",
-            *cells(time),
+            *(cell(time) for cell in columns.values()),
         )
         for time in times
     ]
     rest = times[_MAX_ROWS:]
     modelled, measured = sum(time.modelled_seconds for time in rest), sum(time.measured_seconds for time in rest)
-    heading = ("modelled", "measured", "difference", "slowest", "runs", title, *columns)
+    heading = ("modelled", "measured", "difference", "slowest", "runs", *columns)
     return _table(heading, rows, 5, f"{seconds_text(modelled)} modelled, {seconds_text(measured)} measured")
-
-
-def _line_cells(time: ComparedTime) -> tuple[str, ...]:
-    return (time.name or "none",)
-
-
-def _collective_cells(time: ComparedTime) -> tuple[str, ...]:
-    return time.label, seconds_text(time.exposed_seconds), time.name, time.line
-
-
-def _kernel_cells(time: ComparedTime) -> tuple[str, ...]:
-    return time.name, time.label, time.line
 
 
 def _unmatched_table(unmatched: Sequence[UnmatchedTime]) -> list[str]:
@@ -274,18 +269,12 @@ def _unmatched_table(unmatched: Sequence[UnmatchedTime]) -> list[str]:
         for time in unmatched
     ]
     rest = sum(time.seconds for time in unmatched[_MAX_ROWS:])
-    heading = ("in a step", "outside", "runs", "in the trace only", "")
-    return _table(heading, rows, 3, f"{seconds_text(rest)} in a step")
+    return _table(("in a step", "outside", "runs", "in the trace only", ""), rows, 3, f"{seconds_text(rest)} in a step")
 
 
 def _missing_table(missing: Sequence[MissingPart]) -> list[str]:
     rows = [
-        (
-            seconds_text(part.modelled_seconds),
-            part.name,
-            part.label,
-            f"{part.line}{' (in a branch)' * part.conditional}",
-        )
+        (seconds_text(part.modelled_seconds), part.name, part.label, part.line + " (in a branch)" * part.conditional)
         for part in missing
     ]
     rest = sum(part.modelled_seconds for part in missing[_MAX_ROWS:])

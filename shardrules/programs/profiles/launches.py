@@ -7,17 +7,17 @@ names that XLA gives kernels and by what libraries have kernels for, and each ev
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import attrs
 import numpy as np
 
-from shardrules.programs.profiles.modelled import KernelFamily, ModelledProgram
+from shardrules.programs.profiles.modelled import ModelledProgram
 from shardrules.programs.profiles.trace import Activity, DeviceTrace, ProfiledProgram, ProfileTrace
 
-_FAMILIES: tuple[tuple[KernelFamily, re.Pattern[str]], ...] = (
+_KINDS = (
+    ("helper", re.compile(r"memset|splitk", re.IGNORECASE)),  # a library runs it beside the kernel that computes
     ("collective", re.compile(r"nccl|nvshmem|AllReduce|all_reduce", re.IGNORECASE)),
     ("attention", re.compile(r"fmha|sdpa|flash|attention", re.IGNORECASE)),
     ("convolution", re.compile(r"conv(?!ert)|implicit_?gemm|dgrad|wgrad|fprop|winograd", re.IGNORECASE)),
@@ -25,15 +25,12 @@ _FAMILIES: tuple[tuple[KernelFamily, re.Pattern[str]], ...] = (
     ("sort", re.compile(r"cub::|sort", re.IGNORECASE)),
     ("copy", re.compile(r"memcpy", re.IGNORECASE)),
 )
-"""The work of library kernels, by their names; the first that matches counts."""
+"""The kinds of kernels of libraries, by their names; the first that matches counts."""
 
-_HELPER = re.compile(r"Memset|splitk", re.IGNORECASE)
-"""Kernels that a library runs beside the one that computes."""
+_GENERATED = re.compile(r"fusion|wrapped_")
+"""A part of the names of kernels that XLA generated itself."""
 
-_GENERATED = re.compile(r"([a-z_]*fusion|wrapped_[a-z_]+)(_+\d+)*")
-"""The names of kernels that XLA generated from several operations."""
-
-_COUNTER = re.compile(r"(_+\d+)+$")
+_COUNTER = re.compile(r"([_.]\d+)+$")
 """The end of a name that tells it apart from others of its kind."""
 
 _Unit: TypeAlias = tuple[str, str]
@@ -52,11 +49,13 @@ def _with_instructions(device: DeviceTrace, modelled: ModelledProgram) -> Device
         # kernels stands for all, since a trace may cut off the first and the last.
         units: dict[_Unit, list[Activity]] = {}
         for launch in launches:
-            if len(launch) > len(units.setdefault(_unit(launch[0]), [])):
-                units[_unit(launch[0])] = launch
+            unit = _unit(launch[0])
+            units[unit] = max(units.get(unit, []), launch, key=len)
         names = _unit_names(units, modelled)
         for launch in launches:
-            activities += _renamed(launch, names[_unit(launch[0])], is_first=launch is launches[0])
+            # Kernels on several streams overlap in another order each time, equal ones in the same.
+            left = {kernel: iter(each) for kernel, each in names[_unit(launch[0])].items()}
+            activities += [attrs.evolve(each, name=next(left[each.kernel], each.name)) for each in launch]
     in_order = sorted(activities, key=lambda activity: (activity.start_ns, activity.end_ns))
     return attrs.evolve(device, activities=tuple(in_order))
 
@@ -74,17 +73,6 @@ def _launches(device: DeviceTrace) -> Iterable[list[list[Activity]]]:
 
 def _unit(activity: Activity) -> _Unit:
     return activity.name, activity.kernel if activity.launch is None else ""
-
-
-def _renamed(launch: Sequence[Activity], names: Mapping[str, list[str]], *, is_first: bool) -> list[Activity]:
-    """The kernels of a launch under the names of their instructions, given those of all of its graph.
-
-    Kernels on several streams overlap in another order each time, equal ones in the same. The first launch may have
-    begun before the trace.
-    """
-    counts = Counter(activity.kernel for activity in launch)
-    left = {kernel: iter(names.get(kernel, [])[-count if is_first else 0 :]) for kernel, count in counts.items()}
-    return [attrs.evolve(activity, name=next(left[activity.kernel], activity.name)) for activity in launch]
 
 
 def _unit_names(
@@ -105,60 +93,42 @@ def _instructions(events: Sequence[Activity], modelled: ModelledProgram) -> list
     if not all(parts):
         # Libraries number their calls, and the numbers differ with what the compiler chose for others.
         parts = [None if part is None or part.family else part for part in parts]
-    # Collectives run beside other kernels, in an order of their own.
-    families: list[KernelFamily] = [_family(event.kernel) for event in events]
     named = {part.name for part in parts if part is not None}
-    for is_collective in (True, False):
-        rows = [row for row, part in enumerate(parts) if not part and (families[row] == "collective") == is_collective]
-        free = [modelled.parts[name] for name in modelled.launches if name not in named]
-        free = [part for part in free if (part.family == "collective") == is_collective]
-        kinds = [_kind(events[row].kernel, families[row]) for row in rows]
-        for row, column in _pairs(kinds, [_kind(part.name, part.family) for part in free]):
-            parts[rows[row]] = free[column]
+    free = [modelled.parts[name] for name in modelled.launches if name not in named]
+    rows = [row for row, part in enumerate(parts) if part is None]
+    pairs = _pairs([_kind(events[row].kernel) for row in rows], [part.family or _kind(part.name) for part in free])
+    for row, column in pairs.items():
+        parts[rows[row]] = free[column]
     for row, event in enumerate(events):
         # A library may add up parts of its result, or convert it.
         before = parts[row - 1] if row else None
-        if parts[row] is None and before is not None and before.family and not _GENERATED.fullmatch(event.kernel):
+        if parts[row] is None and before is not None and before.family and not _GENERATED.search(event.kernel):
             parts[row] = before
     in_trace = [event.name if event.launch is None else f"{event.name}: {event.kernel}" for event in events]
     return [name if part is None else part.name for part, name in zip(parts, in_trace, strict=True)]
 
 
-def _family(kernel: str) -> KernelFamily:
-    if _GENERATED.fullmatch(kernel):
-        return ""
-    for family, pattern in _FAMILIES:
-        if pattern.search(kernel):
-            return family
-    return ""
+def _kind(name: str) -> str:
+    """The kind of a library's kernel; of others the name that XLA gives them, without its counter."""
+    library = next((kind for kind, pattern in _KINDS if pattern.search(name)), "")
+    return library or _COUNTER.sub("", name)
 
 
-def _kind(name: str, family: KernelFamily) -> str:
-    """The family of a library's kernel or instruction; of others the name that XLA gives both, without its counter."""
-    if _HELPER.search(name):
-        return "helper"
-    return family or _COUNTER.sub("", re.sub(r"\W", "_", name).removeprefix("wrapped_"))
-
-
-def _pairs(left: Sequence[str], right: Sequence[str]) -> list[tuple[int, int]]:
-    """Pairs of equal items, by their indices: most of them in the order of both, and of the rest the nearest."""
-    pairs = _common_subsequence(left, right)
-    free: dict[str, list[int]] = {}
-    for column in sorted({*range(len(right))} - {*pairs.values()}):
-        free.setdefault(right[column], []).append(column)
+def _pairs(left: Sequence[str], right: Sequence[str]) -> dict[int, int]:
+    """Equal items, by their indices: a longest common subsequence, and of the rest the next in order."""
+    # Collectives run beside other kernels, in an order of their own.
+    pairs = _common_subsequence(left, [None if item == "collective" else item for item in right])
+    free = sorted({*range(len(right))} - {*pairs.values()})
     # Compilers order what does not depend on each other differently.
-    position, others = 0, []
     for row, item in enumerate(left):
-        if row in pairs:
-            position = pairs[row]
-        elif free.get(item):
-            column = min(free[item], key=lambda column: abs(column - position))
-            free[item].remove(column)
-            others.append((row, column))
-    return [*pairs.items(), *others]
+        column = next((column for column in free if right[column] == item), None)
+        if row not in pairs and column is not None:
+            pairs[row] = column
+            free.remove(column)
+    return pairs
 
 
-def _common_subsequence(left: Sequence[str], right: Sequence[str]) -> dict[int, int]:
+def _common_subsequence(left: Sequence[str], right: Sequence[str | None]) -> dict[int, int]:
     """The longest subsequence that both have, as indices of the first with those of the second."""
     ids = {item: index for index, item in enumerate(dict.fromkeys([*left, *right]))}
     columns = np.array([ids[item] for item in right], np.int64)

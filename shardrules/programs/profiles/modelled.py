@@ -13,7 +13,7 @@ from shardrules.programs.compiled.flops import find_matmuls
 from shardrules.programs.compiled.flow import CALL_ROLES, LOOP_ROLES
 from shardrules.programs.compiled.kernels import COPY_STARTS, Kernel, control_computations, find_kernels
 from shardrules.programs.compiled.program import CompiledProgram
-from shardrules.programs.compiled.text import LOOP, ArrayType, Computation, Instruction, read_types
+from shardrules.programs.compiled.text import LOOP, ArrayType, Computation, Instruction, read_instruction
 from shardrules.programs.costs.attention import is_attention
 from shardrules.programs.costs.kernels import kernel_seconds
 from shardrules.programs.costs.tasks import collective_seconds, copy_task, host_copy
@@ -74,8 +74,7 @@ class ModelledProgram:
         if part is None or not text:
             return part
         if text not in self._same_types:
-            definition = text.partition(" = ")[2]
-            self._same_types[text] = read_types(definition[: _type_end(definition)]) == self.types[name]
+            self._same_types[text] = read_instruction(text, {})[0].types == self.types[name]
         return part if self._same_types[text] else None
 
     def covered(self, names: Iterable[str]) -> float:
@@ -94,16 +93,6 @@ class ModelledProgram:
         return tuple({part.name: part for part in self.parts.values()}.values())
 
 
-def _type_end(text: str) -> int:
-    """The end of the type at the beginning of an instruction: the first blank outside of brackets."""
-    depth = 0
-    for position, char in enumerate(text):
-        depth += (char in "([{") - (char in ")]}")
-        if char == " " and not depth:
-            return position
-    return len(text)
-
-
 def model_program(
     program: CompiledProgram,
     collectives: Sequence[Collective],
@@ -118,73 +107,85 @@ def model_program(
     kernels = {kernel.name: kernel for kernel in find_kernels(program, find_matmuls(program))}
     distant_ends = _distant_ends(program)
     for collective in collectives:
-        part = _collective_part(collective, hardware)
-        for name in _ends(program, collective, distant_ends):
-            # A fusion that computes, too, is a kernel.
-            if name not in kernels:
-                parts[name] = part
+        # A fusion that computes, too, is a kernel.
+        names = [name for name in _ends(program, collective, distant_ends) if name not in kernels]
+        parts |= dict.fromkeys(names, _collective_part(collective, hardware))
     control: list[tuple[Computation, Instruction]] = []
     for computation in control_computations(program):
         for instruction in computation.instructions:
             if instruction.name in parts or instruction.op == "parameter":
                 continue
             if instruction.op in COPY_STARTS:
-                part = _copy_part(program, computation, instruction, hardware)
-                for name in _starts_and_ends(computation, instruction):
-                    parts[name] = part
-            elif instruction.op in _CONTROL_FLOW and instruction.name not in kernels:
+                seconds = copy_task(computation, instruction, "", hardware).seconds
+                label = instruction.op.removesuffix("-start")
+                part = _part(program, computation, instruction, "copy", label, seconds, family="copy")
+                parts |= dict.fromkeys(_starts_and_ends(computation, instruction), part)
+            elif instruction.op in _CONTROL_FLOW:
                 control.append((computation, instruction))
             else:
                 kernel = kernels.get(instruction.name)
-                seconds = known_seconds.get(instruction.name)
-                parts[instruction.name] = _kernel_part(program, computation, instruction, kernel, hardware, seconds)
-    for computation, instruction in control:
-        parts[instruction.name] = _control_part(program, computation, instruction, parts)
+                seconds = 0.0 if kernel is None else _kernel_seconds(kernel, hardware, known_seconds)
+                label = instruction.custom_call_target or instruction.op
+                family: KernelFamily = "" if kernel is None else _family(kernel, label)
+                parts[instruction.name] = _part(
+                    program, computation, instruction, "kernel", label, seconds, family=family
+                )
+    launches = [name for name in _inside(program, [program.entry], parts) if parts[name].seconds]
+    # A loop, a branch or a call has no time of its own, but those of what is inside.
+    parts |= {
+        instruction.name: _part(
+            program,
+            computation,
+            instruction,
+            "control",
+            instruction.op,
+            inside=_inside(program, _callees(instruction), parts),
+        )
+        for computation, instruction in control
+    }
     types = {instruction.name: instruction.types for _, instruction in program.walk()}
-    return ModelledProgram(program.name, parts, types, tuple(dict.fromkeys(_launches(program, program.entry, parts))))
+    return ModelledProgram(program.name, parts, types, tuple(launches))
 
 
-def _launches(program: CompiledProgram, computation: str, parts: Mapping[str, ModelledPart]) -> Iterator[str]:
-    for instruction in program.find(computation).instructions:
-        part = parts.get(instruction.name)
-        if part is None:
-            continue
-        if part.kind != "control":
-            if part.seconds:
-                yield part.name
-            continue
-        for callee in _callees(instruction):
-            yield from _launches(program, callee, parts)
-
-
-def _kernel_part(
+def _part(
     program: CompiledProgram,
     computation: Computation,
     instruction: Instruction,
-    kernel: Kernel | None,
-    hardware: Hardware,
-    known_seconds: float | None,
+    kind: PartKind,
+    label: str,
+    seconds: float = 0.0,
+    *,
+    inside: tuple[str, ...] = (),
+    family: KernelFamily = "",
 ) -> ModelledPart:
-    """A kernel, or an instruction that takes no time."""
-    times, line = program.times(computation.name), _line(program, computation, instruction)
-    seconds = 0.0
-    if kernel is not None:
-        copy = host_copy(kernel, line, hardware)
-        if copy is not None:
-            seconds = copy.seconds
-        else:
-            seconds = kernel_seconds(kernel, hardware) if known_seconds is None else known_seconds
-    label = instruction.custom_call_target or instruction.op
+    """The part that an instruction is, given the seconds of one run."""
+    times = program.times(computation.name)
+    # The line of the nearest instruction that has one.
+    line = short_line(user_line(program.stack(program.cause(computation, instruction))))
     return ModelledPart(
-        instruction.name,
-        "kernel",
-        seconds * times.count,
-        times.count,
-        line,
-        label,
-        times.conditional,
-        family="" if kernel is None else _family(kernel, label),
+        instruction.name, kind, seconds * times.count, times.count, line, label, times.conditional, inside, family
     )
+
+
+def _inside(
+    program: CompiledProgram, computations: Iterable[str], parts: Mapping[str, ModelledPart]
+) -> tuple[str, ...]:
+    """The parts in computations and in the loops, branches and calls there, in order."""
+    names: dict[str, None] = {}
+    for computation in computations:
+        for instruction in program.find(computation).instructions:
+            if instruction.name in parts:
+                names[parts[instruction.name].name] = None
+            elif instruction.op in _CONTROL_FLOW:
+                names |= dict.fromkeys(_inside(program, _callees(instruction), parts))
+    return tuple(names)
+
+
+def _kernel_seconds(kernel: Kernel, hardware: Hardware, known_seconds: Mapping[str, float]) -> float:
+    copy = host_copy(kernel, "", hardware)
+    if copy is not None:
+        return copy.seconds
+    return known_seconds[kernel.name] if kernel.name in known_seconds else kernel_seconds(kernel, hardware)
 
 
 def _family(kernel: Kernel, label: str) -> KernelFamily:
@@ -197,15 +198,6 @@ def _family(kernel: Kernel, label: str) -> KernelFamily:
         return "sort"
     # GPUs copy slices beside other kernels.
     return "copy" if label in ("copy", "fusion-start") else ""
-
-
-def _copy_part(
-    program: CompiledProgram, computation: Computation, instruction: Instruction, hardware: Hardware
-) -> ModelledPart:
-    times, line = program.times(computation.name), _line(program, computation, instruction)
-    seconds = copy_task(computation, instruction, line, hardware).seconds * times.count
-    label = instruction.op.removesuffix("-start")
-    return ModelledPart(instruction.name, "copy", seconds, times.count, line, label, times.conditional, family="copy")
 
 
 def _collective_part(collective: Collective, hardware: Hardware) -> ModelledPart:
@@ -271,33 +263,3 @@ def _waits(user: Instruction) -> bool:
 def _callees(instruction: Instruction) -> list[str]:
     roles = (*LOOP_ROLES, *CALL_ROLES)
     return [callee for role in roles for callee in instruction.references(role)]
-
-
-def _control_part(
-    program: CompiledProgram, computation: Computation, instruction: Instruction, parts: Mapping[str, ModelledPart]
-) -> ModelledPart:
-    """A loop, a branch or a call: without a time of its own, but with that of what is inside."""
-    names = _callees(instruction)
-    inside: dict[str, None] = {}
-    for name in names:  # grows while iterated
-        for inner in program.find(name).instructions:
-            if inner.op in _CONTROL_FLOW:
-                names += [callee for callee in _callees(inner) if callee not in names]
-            elif inner.name in parts:
-                inside[parts[inner.name].name] = None
-    times = program.times(computation.name)
-    return ModelledPart(
-        instruction.name,
-        "control",
-        0.0,
-        times.count,
-        _line(program, computation, instruction),
-        instruction.op,
-        times.conditional,
-        tuple(inside),
-    )
-
-
-def _line(program: CompiledProgram, computation: Computation, instruction: Instruction) -> str:
-    """The line of an instruction, or of the nearest that has one."""
-    return short_line(user_line(program.stack(program.cause(computation, instruction))))

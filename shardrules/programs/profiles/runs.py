@@ -3,7 +3,6 @@
 import bisect
 import functools
 import itertools
-import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -193,20 +192,13 @@ def _grouped(activities: Iterable[Activity], starts: Sequence[float]) -> list[li
 def _starts(activities: Sequence[Activity], times: Callable[[str], int]) -> list[float]:
     """The starts of a program's runs on a device whose trace does not have them.
 
-    An instruction outside of loops runs once in each run: the one that runs first begins it. One that launches several
-    kernels has as many events.
+    The instruction that runs first begins a run. One in a loop has an event for each round, and one that launches
+    several kernels has as many.
     """
     counts = Counter(activity.name for activity in activities)
-    rounds = {name: max(1, times(name)) for name in counts}
-    in_entry = [counts[name] for name in counts if rounds[name] == 1]
-    # Most instructions outside of loops are one kernel. Where all are in loops, runs have as many events as rounds.
-    run_count = Counter(in_entry).most_common(1)[0][0] if in_entry else 0
-    if not run_count:
-        run_count = math.gcd(*(counts[name] // rounds[name] for name in counts)) or 1
-    first = next(
-        activity.name
-        for activity in activities
-        if counts[activity.name] == run_count * rounds[activity.name] or not in_entry
-    )
-    of_first = [activity.start_ns for activity in activities if activity.name == first]
-    return of_first[:: max(1, len(of_first) // run_count)]
+    # Most instructions are one kernel.
+    runs = {name: count // max(1, times(name)) for name, count in counts.items()}
+    run_count = Counter(runs.values()).most_common(1)[0][0]
+    first = next(name for name, count in runs.items() if count == run_count)
+    starts = [activity.start_ns for activity in activities if activity.name == first]
+    return starts[:: max(1, len(starts) // max(1, run_count))]

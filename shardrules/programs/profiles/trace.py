@@ -46,8 +46,6 @@ _HOST_TRANSFER = re.compile(
 @final
 @attrs.frozen
 class _Event:
-    """An event of a line."""
-
     name: str
     start_ns: float
     end_ns: float
@@ -128,23 +126,14 @@ class DeviceTrace:
 
 @final
 @attrs.frozen
-class HostTransfer:
-    """A copy between a host and its devices, as the host saw it."""
-
-    name: str
-    start_ns: float
-    end_ns: float
-
-
-@final
-@attrs.frozen
 class ProfileTrace:
     """A trace: its devices, and the copies that its hosts saw."""
 
     source: str
     """The file or folder, as messages name it."""
     devices: tuple[DeviceTrace, ...]
-    host_transfers: tuple[HostTransfer, ...] = attrs.field(default=(), repr=False)
+    host_transfers: tuple[Activity, ...] = attrs.field(default=(), repr=False)
+    """Copies between a host and its devices."""
 
 
 def read_trace(trace: Trace) -> ProfileTrace:
@@ -163,7 +152,7 @@ def read_trace(trace: Trace) -> ProfileTrace:
             f"got {trace!r:.60}"
         )
     devices: list[DeviceTrace] = []
-    transfers: list[HostTransfer] = []
+    transfers: list[Activity] = []
     # Some versions of jaxlib make the classes of iterators when they are first used, with a warning: as an error it
     # would end the process.
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
@@ -177,7 +166,7 @@ def read_trace(trace: Trace) -> ProfileTrace:
             f"{source} has no events of devices: its planes are {', '.join(names) or 'none'}. Call the step inside of "
             "`with jax.profiler.trace(folder):`, and wait for its result there with jax.block_until_ready"
         )
-    return ProfileTrace(source, tuple(devices), tuple(sorted(transfers, key=lambda transfer: transfer.start_ns)))
+    return ProfileTrace(source, tuple(devices), _in_order(transfers))
 
 
 def trace_files(path: Path) -> tuple[list[Path], str]:
@@ -205,7 +194,6 @@ def _read_file(file: Path) -> Any:
 
 
 def _devices(planes: Sequence[Any], prefix: str) -> list[DeviceTrace]:
-    """The devices of one host."""
     accelerators: dict[str, list[Any]] = {}
     for plane in planes:
         # "/device:TPU:0 SparseCore 1" belongs to the same device.
@@ -329,9 +317,9 @@ def _in_order(activities: Iterable[Activity]) -> tuple[Activity, ...]:
     return tuple(sorted(activities, key=lambda activity: (activity.start_ns, activity.end_ns)))
 
 
-def _host_transfers(planes: Sequence[Any]) -> list[HostTransfer]:
+def _host_transfers(planes: Sequence[Any]) -> list[Activity]:
     return [
-        HostTransfer(event.name, event.start_ns, event.end_ns)
+        Activity(event.name, None, event.start_ns, event.end_ns, event.duration_ns)
         for plane in planes
         if plane.name.startswith("/host:")
         for line in plane.lines

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -31,18 +30,15 @@ from tests.programs.examples import (
     CPU,
     CUDA,
     LAYERS,
-    STEPS,
     TARGETS,
     TPU,
     ClosedForm,
     Moved,
     array,
     arrays_moved,
-    compiled,
     expected,
     mesh_on,
     program_of,
-    put,
     ring_bytes,
     text_of,
 )
@@ -89,15 +85,6 @@ def test_every_collective_has_a_line_of_python(case: ClosedForm, target: str) ->
         assert collective.stack[0].file == examples.__file__
         assert any(first <= source.line < first + len(lines) for source in collective.stack)
         assert collective.op_name
-
-
-@pytest.mark.slow
-def test_gradients_are_reduced_in_the_loop_or_after_it() -> None:
-    """The CPU compiler leaves the all-reduce in the loop, others hoist it: the report must show which."""
-    gradient = [collective for collective in collectives_of(CLOSED_FORMS[-1], CPU) if collective.payload_bytes > 4]
-    assert [collective.times.count for collective in gradient] == [STEPS]
-    gradient = [collective for collective in collectives_of(CLOSED_FORMS[-1], CUDA) if collective.payload_bytes > 4]
-    assert [collective.times.count for collective in gradient] == [1]
 
 
 def every_kind(x: Any) -> Any:
@@ -160,45 +147,6 @@ def test_groups_may_be_part_of_an_axis(target: str) -> None:
     }
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_resharding_between_axes(target: str) -> None:
-    mesh = mesh_on(target, "data:4,model:2")
-    turned = compiled(lambda x: put(mesh, jnp.sin(x), "model", "data"), array(mesh, (64, 1024), "data", "model"))
-    collectives = find_collectives(read_program(turned.as_text()), mesh)
-    assert {collective.kind for collective in collectives} == {"all-to-all", "collective-permute"}
-    assert {collective.crossed for collective in collectives} == {("data",), ("data", "model")}
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_branches_are_conditional(target: str) -> None:
-    mesh = mesh_on(target, "data:8")
-    args = array(mesh, (), dtype=bool), array(mesh, (64, 128), "data"), array(mesh, (128, 128))
-    both = compiled(lambda p, x, w: lax.cond(p, lambda: jnp.sum(x @ w), lambda: jnp.sum(jnp.sin(x))), *args)
-    collectives = find_collectives(read_program(both.as_text()), mesh)
-    assert [(collective.kind, collective.times) for collective in collectives] == [
-        ("all-reduce", Times(1, conditional=True))
-    ] * 2
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_loops_of_unknown_length_count_once(target: str) -> None:
-    mesh = mesh_on(target, "data:8")
-    loop = compiled(lambda x: lax.while_loop(lambda x: x.sum() < 9, jnp.exp, x), array(mesh, (64, 128), "data"))
-    (collective,) = find_collectives(read_program(loop.as_text()), mesh)
-    assert (collective.kind, collective.times) == ("all-reduce", Times(1, unknown=True))
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("dtype", "bits"), [(jnp.int4, 4), (jnp.bool_, 8), (jnp.bfloat16, 16)])
-def test_small_dtypes(dtype: Any, bits: int, target: str) -> None:
-    mesh = mesh_on(target, "data:8")
-    turned = compiled(lambda x: put(mesh, x[::-1]), array(mesh, (64, 128), "data", dtype=dtype))
-    (collective,) = find_collectives(read_program(turned.as_text()), mesh)
-    widened = {4: 8, 8: 8, 16: 32}  # by the CPU compiler
-    assert collective.payload_bytes == 64 * 128 * (widened[bits] if target == CPU else bits) // 8
-    assert collective.wire_bytes == collective.payload_bytes * 7 // 8
-
-
 def test_axes_of_size_1_move_nothing() -> None:
     mesh = sr.create_mesh("data:8,one:1")
     mapped = jax.shard_map(lambda x: lax.psum(x, "one"), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
@@ -258,14 +206,6 @@ def test_groups_across_hosts() -> None:
         ("collective-permute", ("data",)): (2, 0),
         ("collective-permute", ("model",)): (1, 0),
     }
-
-
-@pytest.mark.slow
-def test_permutes_inside_a_host() -> None:
-    (collective,) = reaching(
-        lambda x: lax.ppermute(x, "data", [(0, 1), (2, 3)]), HOSTS, "data:4,model:4", P("data", "model")
-    )
-    assert (collective.axes, collective.group_size, collective.host_count) == (("data",), 4, 1)
 
 
 @pytest.mark.slow
@@ -467,15 +407,6 @@ def test_wire_bytes_are_rounded_up() -> None:
 def test_every_kind_is_tested_here() -> None:
     text = inspect.getsource(inspect.getmodule(test_every_kind_is_tested_here) or examples)
     assert [kind for kind in KINDS if not re.search(rf'"{kind}"', text)] == []
-
-
-def test_combined_arguments_keep_their_paths() -> None:
-    mesh = sr.create_mesh("data:8")
-    weights = {"w": array(mesh, (64, 128), "data"), "v": array(mesh, (64, 128), "data")}
-    out = jax.tree.map(lambda _: NamedSharding(mesh, P()), weights)
-    program = program_of(lambda w: w, weights, out=out)
-    collectives = sorted(path for collective in find_collectives(program, mesh) for path in collective.arguments)
-    assert collectives == ["w['v']", "w['w']"]
 
 
 def test_a_wrong_closed_form_is_detected() -> None:

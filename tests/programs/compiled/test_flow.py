@@ -241,26 +241,6 @@ def test_deep_chains_need_no_recursion() -> None:
     assert compiled_program.flow.origin(Value("f0", "p0")) == Value("main", "c0")
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_arguments_are_found_inside_loops(target: str) -> None:
-    mesh = mesh_on(target, "data:8")
-
-    def layers(x: Any, w: Any) -> Any:
-        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w["up"])[0]
-
-    w = {"up": array(mesh, (12, 128, 128), None, "data")}
-    compiled_program = program_of(layers, array(mesh, (64, 128), "data"), w)
-    gathers = [
-        (computation, instruction)
-        for computation, instruction in compiled_program.walk()
-        if instruction.op in ("all-gather", "all-gather-start")
-    ]
-    assert {
-        compiled_program.argument_path(Value(computation.name, instruction.operands[0]))
-        for computation, instruction in gathers
-    } == {"w['up']"}
-
-
 def test_computed_values_are_not_arguments() -> None:
     compiled_program = program_of(lambda x: jnp.sin(x) @ x, jnp.ones((8, 8)))
     (computation, dot), *_ = [

@@ -7,7 +7,7 @@ import pytest
 
 import shardrules as sr
 from shardrules.core.errors import ConfigTypeError
-from shardrules.programs.compiled.kernel_costs import KernelCall, KernelFacts
+from shardrules.programs.compiled.kernel_costs import KernelFacts
 from shardrules.programs.compiled.text import read_types
 
 
@@ -88,7 +88,3 @@ def test_functions_must_return_amounts(flops: Any, message: str) -> None:
 
 def test_fractions_of_functions_are_rounded_down() -> None:
     assert sr.kernel_cost("k", lambda x: x.size / 3).amounts(read_types("(f32[8])")) == (2, None)
-
-
-def test_calls_are_values() -> None:
-    assert KernelCall("k", ((8,),), ((8,),)) == KernelCall("k", ((8,),), ((8,),))

@@ -5,7 +5,6 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from shardrules.core.errors import ProgramTextError
@@ -14,7 +13,7 @@ from shardrules.programs.compiled.flow import Value
 from shardrules.programs.compiled.program import Alias, CompiledProgram, read_program
 from shardrules.programs.compiled.text import ArrayType, Instruction
 from tests.programs import examples
-from tests.programs.examples import CLOSED_FORMS, CPU, TARGETS, array, compiled, mesh_on, text_of
+from tests.programs.examples import CLOSED_FORMS, TARGETS, array, mesh_on, text_of
 
 
 def find(program: CompiledProgram, pattern: str) -> Instruction:
@@ -27,7 +26,7 @@ def find(program: CompiledProgram, pattern: str) -> Instruction:
 def test_arguments_and_results_agree_with_jax(case: examples.ClosedForm, target: str) -> None:
     fn, args, _ = case.build(mesh_on(target, case.axes))
     program = read_program(text_of(case.name, target))
-    assert (program.partition_count, program.replica_count, program.device_count) == (8, 1, 8)
+    assert program.partition_count == 8
     assert program.name == f"jit_{fn.__name__}"
 
     shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(args)]
@@ -43,20 +42,6 @@ def argument_names(fn: Any, args: tuple[Any, ...]) -> list[str]:
         for name, arg in zip(inspect.signature(fn).parameters, args, strict=True)
         for path, _ in jax.tree_util.tree_leaves_with_path(arg)
     ]
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_argument_bytes_agree_with_xla(target: str) -> None:
-    mesh = mesh_on(target, "data:8")
-    args = array(mesh, (64, 128), "data"), array(mesh, (64,), "data", dtype=jnp.int8)
-    executable = compiled(lambda x, y: (x * 2, y + 1), *args)
-    program = read_program(executable.as_text())
-    memory = executable.memory_analysis()
-    assert sum(parameter.nbytes for parameter in program.entry_computation.parameters) == 8 * 128 * 4 + 8
-    if target == CPU:  # others pad small arrays to their tiles
-        assert (
-            sum(parameter.nbytes for parameter in program.entry_computation.parameters) == memory.argument_size_in_bytes
-        )
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -88,10 +73,8 @@ def test_instructions_have_lines_of_python(target: str) -> None:
     assert program.stack(program.entry_computation.parameters[0]) == ()
 
 
-@pytest.mark.parametrize("shift", [0, 1])
-def test_both_numberings_of_stack_frames_are_read(shift: int) -> None:
-    """Some versions number frames without a parent 0, others 1."""
-    text = f"""HloModule m
+def test_stack_frames_are_read() -> None:
+    text = """HloModule m
 
 FileNames
 1 "/a.py"
@@ -102,18 +85,18 @@ FunctionNames
 2 "inner"
 
 FileLocations
-1 {{file_name_id=1 function_name_id=1 line=10 end_line=10 column=2 end_column=2}}
-2 {{file_name_id=2 function_name_id=2 line=20 end_line=20 column=2 end_column=2}}
+1 {file_name_id=1 function_name_id=1 line=10 end_line=10 column=2 end_column=2}
+2 {file_name_id=2 function_name_id=2 line=20 end_line=20 column=2 end_column=2}
 
 StackFrames
-1 {{file_location_id=1 parent_frame_id={0 + shift}}}
-2 {{file_location_id=2 parent_frame_id={1 + shift}}}
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
 
 
-ENTRY %e (p: f32[]) -> f32[] {{
-  %p = f32[] parameter(0), metadata={{op_name="p"}}
-  ROOT %n = f32[] negate(%p), metadata={{op_name="neg" stack_frame_id=2}}
-}}
+ENTRY %e (p: f32[]) -> f32[] {
+  %p = f32[] parameter(0), metadata={op_name="p"}
+  ROOT %n = f32[] negate(%p), metadata={op_name="neg" stack_frame_id=2}
+}
 """
     program = read_program(text)
     stack = program.stack(program.instruction(Value("e", "n")))
@@ -185,37 +168,3 @@ ENTRY %main (q: f32[8]) -> f32[8] {
     program = read_program(text)
     names = [[instruction.name for instruction in computation.instructions] for computation in program.computations]
     assert names == [["p", "kernel", "all-reduce"], ["q", "start", "done"]]
-
-
-def test_programs_are_values() -> None:
-    text = text_of("attention", CPU)
-    assert read_program(text) == read_program(text)
-    assert read_program(text) != read_program(text_of("sequence parallel", CPU))
-    assert hash(read_program(text)) == hash(read_program(text))
-    with pytest.raises(KeyError, match="nowhere"):
-        read_program(text).find("nowhere")
-
-
-def test_replicas_count_as_devices() -> None:
-    text = (
-        "HloModule m, replica_count=4, num_partitions=2\n\nENTRY %e () -> f32[] {\n  ROOT %c = f32[] constant(1)\n}\n"
-    )
-    assert read_program(text).device_count == 8
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_ten_megabytes_are_read(target: str) -> None:
-    """Copies of a real program's computations under other names, called one after another."""
-    text = text_of("scanned", target)
-    start = text.index("\n%")
-    head, body = text[:start], text[start:].replace("\nENTRY ", "\n")
-    copies = -(-10_000_000 // len(body))
-    name = re.search(r"\nENTRY %?(\S+)", text)
-    assert name is not None
-    parts = [re.sub(r"%([\w.\-]+)", rf"%\1.copy{copy}", body) for copy in range(copies)]
-    parts[-1] = parts[-1].replace(f"\n%{name[1]}.copy{copies - 1} (", f"\nENTRY %{name[1]}.copy{copies - 1} (")
-    large = head + "".join(parts)
-    assert len(large) > 10_000_000
-
-    program = read_program(large)
-    assert len(program.computations) == copies * len(read_program(text).computations)

@@ -101,24 +101,18 @@ def test_spans_of_groups(groups: Groups, sizes: dict[str, int], expected: Span) 
     assert span(groups, sizes) == expected
 
 
-def devices(attributes: str, op: str = "all-reduce", replicas: int = 1, partitions: int = 8) -> Groups:
-    instruction, _ = read_instruction(f"%a = f32[] {op}(%b), {attributes}", {})
-    return groups_of(instruction, replicas, partitions)
+def devices(attributes: str, op: str = "all-reduce", count: int = 8) -> Groups:
+    return groups_of(read_instruction(f"%a = f32[] {op}(%b), {attributes}", {})[0], count)
 
 
-def test_ids_are_devices_partitions_or_replicas() -> None:
-    """Devices, partitions of each replica, or replicas, alone or with all of their partitions."""
+def test_ids_are_devices_or_the_only_replica() -> None:
     all_devices = (tuple(range(8)),)
     assert devices("channel_id=1, replica_groups={{0,1},{2,3}}, use_global_device_ids=true") == ((0, 1), (2, 3))
     assert devices("channel_id=1, replica_groups={}, use_global_device_ids=true") == all_devices
     assert devices("channel_id=1, replica_groups={{0}}") == all_devices
     assert devices("replica_groups={{0}}") == tuple((device,) for device in range(8))
     assert devices("replica_groups={{0,1},{2,3}}") == ((0, 1), (2, 3))
-    assert devices("replica_groups={}", replicas=8, partitions=1) == all_devices
-    assert devices("replica_groups={{0,1}}", replicas=2, partitions=2) == ((0, 2), (1, 3))
-    assert devices("channel_id=1, replica_groups={{0,1}}", replicas=2, partitions=2) == ((0, 1, 2, 3),)
-    partitions = devices("channel_id=1, replica_groups={{0,1}}", "all-to-all-start", replicas=2, partitions=2)
-    assert partitions == ((0, 1), (2, 3))
+    assert devices("channel_id=1, replica_groups={{0},{1}}", "all-to-all-start", 2) == ((0,), (1,))
 
 
 def test_permutes_have_pairs() -> None:
@@ -129,4 +123,4 @@ def test_permutes_have_pairs() -> None:
 
 def test_device_ids_follow_a_comma() -> None:
     text = "channel_id=1, replica_groups=mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'a'}, use_global_device_ids=true"
-    assert devices(text, partitions=4) == ((0, 1), (2, 3))
+    assert devices(text, count=4) == ((0, 1), (2, 3))

@@ -1,5 +1,6 @@
 """Figures of the wrong type, or out of range, are named with what they must be, all in one error."""
 
+import math
 import re
 from typing import Any
 
@@ -14,6 +15,12 @@ H100 = sr.Hardware.named("cuda:h100")
 WRONG = [
     ({"memory_bytes_per_second": True}, "memory_bytes_per_second must be a number, got True"),
     ({"launch_seconds": "fast"}, "launch_seconds must be a number, got 'fast'"),
+    ({"memory_bytes": 0}, "memory_bytes must be positive and finite, got 0"),
+    ({"link_bytes_per_second": math.inf}, "link_bytes_per_second must be positive and finite, got inf"),
+    ({"network_latency_seconds": math.nan}, "network_latency_seconds must be positive and finite, got nan"),
+    ({"collective_launch_seconds": -1e-6}, "collective_launch_seconds must be at least 0, got -1e-06"),
+    ({"devices_per_chip": 0}, "devices_per_chip must be at least 1, got 0"),
+    ({"sources": {"link": "me"}}, "sources: unknown figure 'link'"),
     ({"network_fraction": 3}, "network_fraction must be at most 1, got 3"),
     ({"overlap_fraction": 1.5}, "overlap_fraction must be at most 1, got 1.5"),
     ({"torus_dims": True}, "torus_dims must be a whole number, got True"),
@@ -21,6 +28,12 @@ WRONG = [
     ({"devices_per_host": 8.5}, "devices_per_host must be at least 1, or None for all devices; got 8.5"),
     ({"peak_flops": "fast"}, "peak_flops must be a mapping of names to numbers, got 'fast'"),
     ({"peak_flops": {"bf16": "fast"}}, "peak_flops['bf16'] must be a number, got 'fast'"),
+    ({"peak_flops": {"fp8": 1}}, "peak_flops: unknown kind 'fp8' (did you mean 'f8'?); the kinds are bf16,"),
+    ({"peak_flops": {"bf16": -1}}, "peak_flops['bf16'] must be positive and finite, got -1.0"),
+    ({"peak_flops": {}}, "peak_flops is empty"),
+    ({"peak_flops": [("bf16", 1), ("bf16", 2)]}, "peak_flops has the same kind twice"),
+    ({"matmul_fractions": {"all": 1.5}}, "matmul_fractions['all'] must be above 0 and at most 1, got 1.5"),
+    ({"link_fractions": {"all-gathr": 0.5}}, "link_fractions: unknown kind 'all-gathr' (did you mean 'all-gather'?)"),
     ({"memory_fractions": True}, "memory_fractions must be a number or a mapping of names to numbers, got True"),
     ({"matmul_rates": 3}, "matmul_rates must be a list of tables, got 3"),
     ({"matmul_rates": [{"kind": "bf16"}]}, "matmul_rates[0] has no m, n, k, flops_per_second, peak"),
@@ -43,6 +56,11 @@ def test_one_error_lists_types_and_ranges() -> None:
     with pytest.raises(HardwareError, match="hardware 'NVIDIA H100") as caught:
         attrs.evolve(H100, **figures)
     assert all(re.search(rf"\b{name}\b", str(caught.value)) for name in figures)
+
+
+def test_sources_are_of_figures() -> None:
+    with pytest.raises(HardwareError, match=r"unknown figure 'memory_byte' \(did you mean 'memory_bytes'\?\)"):
+        H100.source("memory_byte")
 
 
 def test_only_devices_are_measured() -> None:

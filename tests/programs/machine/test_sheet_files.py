@@ -51,26 +51,11 @@ def test_what_is_no_sheet_is_refused(tmp_path: Path, text: str, message: str) ->
         sr.Hardware.load(tmp_path / "sheet.toml")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("value = 20000000000.0", "value = -1.0", "memory_bytes_per_second must be positive and finite, got -1.0"),
-        (
-            "value = 20000000000.0",
-            "value = 'fast'",
-            "memory_bytes_per_second must be a number, got 'fast'$",
-        ),
-        ("value = 20000000000.0", "value = true", "memory_bytes_per_second must be a number, got True$"),
-        ('"bf16"', '"bf17"', "peak_flops: unknown kind 'bf17'"),
-    ],
-)
-def test_bad_figures_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_bad_figures_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "sheet.toml"
     sr.Hardware.named("cpu").save(file)
-    text = file.read_text()
-    assert old in text
-    file.write_text(text.replace(old, new))
-    with pytest.raises(HardwareError, match=message):
+    file.write_text(file.read_text().replace("value = 20000000000.0", "value = -1.0"))
+    with pytest.raises(HardwareError, match=r"memory_bytes_per_second must be positive and finite, got -1\.0"):
         sr.Hardware.load(file)
 
 

@@ -139,11 +139,6 @@ def test_targets_are_values(text: str) -> None:
         target.chip = "other"  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_targets_differ_as_their_texts_do() -> None:
-    texts = list(dict.fromkeys(normal for _, normal, *_ in TEXTS))
-    assert len(dict.fromkeys(map(Target.parse, texts))) == len(texts)
-
-
 @pytest.mark.parametrize(("text", "match"), INVALID_TEXTS)
 def test_invalid_texts_raise(text: str, match: str) -> None:
     with pytest.raises(TargetError, match=match) as caught:
@@ -352,7 +347,7 @@ assert dict(os.environ) == before
 def test_one_process_compiles_for_all_targets_in_turn_silently() -> None:
     needs("tpu", "cuda")
     Target.parse("tpu:v5e:2x2").devices()  # this process uses libtpu too: by default it allows only one
-    pairs = [(target, mesh) for _, target, mesh in GENERATIONS]
+    pairs = [(target, mesh) for _, target, mesh in GENERATIONS[::4]]  # three TPUs and a GPU
     run = python(COMPILE_FOR_ALL.format(texts=json.dumps([*pairs, ("cpu", "data:1,model:1"), *pairs[::-1]])))
     assert run.returncode == 0, run.stderr
     assert run.stderr.rpartition("started\n")[2] == ""

@@ -69,25 +69,18 @@ def test_parts_add_up_to_all_kernels_and_collectives() -> None:
 
 
 def test_parts_have_their_lines_and_counts() -> None:
-    parts = model_program(read_program(PROGRAM), find_collectives(read_program(PROGRAM)), V5E).parts
-    assert (parts["dot.2"].count, parts["dot.2"].line, parts["dot.2"].label) == (3, "me/model.py:30", "dot")
-    assert parts["while.1"].kind == "control"
-    assert {"less", "dot.2"} <= set(parts["while.1"].inside)
-
-
-def test_what_is_known_of_a_kernel_counts_in_each_of_its_runs() -> None:
-    program = read_program(PROGRAM)
-    parts = model_program(program, (), V5E, {"dot.2": 2.0}).parts
-    assert (parts["dot.2"].seconds, parts["dot.2"].count) == (6.0, 3)
-    assert parts["dot.1"].seconds == model_program(program, (), V5E).parts["dot.1"].seconds < 1
-
-
-def test_both_ends_of_a_collective_are_one_part() -> None:
     program = read_program(PROGRAM)
     collectives = find_collectives(program)
     parts = model_program(program, collectives, V5E).parts
+    assert (parts["dot.2"].count, parts["dot.2"].line, parts["dot.2"].label) == (3, "me/model.py:30", "dot")
+    assert parts["while.1"].kind == "control"
+    assert {"less", "dot.2"} <= set(parts["while.1"].inside)
     assert parts["all-gather-start.1"] is parts["all-gather-done.1"]
     assert parts["all-gather-start.1"].seconds == collective_seconds(collectives[0], V5E)
+    # What is known of a kernel counts in each of its runs.
+    known = model_program(program, collectives, V5E, {"dot.2": 2.0}).parts
+    assert (known["dot.2"].seconds, known["dot.2"].count) == (6.0, 3)
+    assert known["dot.1"] == parts["dot.1"]
 
 
 def test_collectives_in_fusions_and_wrappers_have_the_names_around_them() -> None:

@@ -35,10 +35,15 @@ def test_the_first_run_is_left_out() -> None:
     assert [device.period_ns for device in devices] == [240_000, 240_000]
 
 
-def test_a_single_run_is_compared() -> None:
-    profile = read(gpu_trace(steps=1))
+@pytest.mark.parametrize(
+    ("data", "runs", "left_out"),
+    [(gpu_trace(steps=1), 1, 0), (gpu_trace(steps=4, cut=True), 2, 2)],
+    ids=["a single run", "cut off"],
+)
+def test_whole_runs_are_compared(data: bytes, runs: int, left_out: int) -> None:
+    profile = read(data)
     (device,) = find_runs(profile, find_programs(profile, modelled()), modelled())
-    assert (len(device.runs), len(device.left_out)) == (1, 0)
+    assert (len(device.runs), len(device.left_out)) == (runs, left_out)
 
 
 @pytest.mark.parametrize("graph", [False, True])
@@ -49,12 +54,6 @@ def test_runs_on_gpus_begin_with_the_first_instruction(graph: bool) -> None:
     # The library clears its result in a graph, which no instruction asks for.
     names = {"fusion.1", "all-gather-start.1", "dot.1", "dot.2", *(["command_buffer_1: Memset 0"] if graph else [])}
     assert all({activity.name for activity in run.activities} == names for run in device.runs)
-
-
-def test_a_run_that_is_cut_off_is_left_out() -> None:
-    profile = read(gpu_trace(steps=4, cut=True))
-    (device,) = find_runs(profile, find_programs(profile, modelled()), modelled())
-    assert (len(device.runs), len(device.left_out)) == (2, 2)
 
 
 def test_a_trace_of_another_program_lists_its_programs() -> None:
