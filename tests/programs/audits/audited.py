@@ -4,8 +4,9 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, final
 
+import attrs
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -46,6 +47,26 @@ def audit(fn: Callable[..., Any], *args: Any, target: str, axes: str = AXES, **o
     """An audit on a target whose compiler must be installed in CI, and is optional elsewhere."""
     mesh_on(target, axes)
     return sr.audit(fn, *args, mesh=sr.mesh_shape(axes), target=Target.parse(target), **options)
+
+
+@final
+@attrs.frozen(eq=False)
+class Program:
+    """A function to audit, with its arguments, their specs and what else `audit` takes."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    specs: Any
+    axes: str = AXES
+    out: Any = None
+    roles: Any = None
+    donate: int | tuple[int, ...] = ()
+
+    @functools.cache  # noqa: B019 - programs live as long as the session, which compiles each of them once for a target
+    def audit(self, target: str, hardware: sr.Hardware | None = None) -> AuditReport:
+        options: dict[str, Any] = {"in_shardings": self.specs, "out_shardings": self.out, "roles": self.roles}
+        options |= {"donate_argnums": self.donate, "hardware": hardware}
+        return audit(self.fn, *self.args, axes=self.axes, target=target, **options)
 
 
 def codes(report: AuditReport, *severities: str) -> list[str]:
