@@ -24,7 +24,8 @@ from shardrules.core.spec import UNCONSTRAINED, entries
 from shardrules.core.tree import array_kind
 from shardrules.core.views.table import aligned
 from shardrules.mesh.axis_types import AxisTypes
-from shardrules.programs.audits.memory import MemoryUse, memory_use, usable_bytes
+from shardrules.programs.audits.arguments import AuditedArguments
+from shardrules.programs.audits.memory import MemoryUse, usable_bytes
 from shardrules.programs.compiled.program import read_program
 from shardrules.programs.compiling.arguments import read_arguments
 from shardrules.programs.compiling.request import CompileOptions, CompileRequest
@@ -328,8 +329,8 @@ def _fit(request: CompileRequest, args: tuple[Any, ...], mesh: AnyMesh, target: 
         result = request.compile(args, mesh, target)
     except DoesNotFitError as error:
         return Fit(name, target, mesh_name, budget_bytes, error.needed_bytes or None, refusal=str(error))
-    program = read_program(result.compiled.text)
-    memory = memory_use(result.compiled, program, result.arguments.arrays, result.roles)
+    program, sizes = read_program(result.compiled.text), mesh_sizes(result.mesh)
+    memory = AuditedArguments(result.compiled, program, result.arguments.arrays, result.roles, sizes).memory
     return Fit(name, target, mesh_name, budget_bytes, memory.peak_bytes, memory)
 
 

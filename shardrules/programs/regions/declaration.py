@@ -38,15 +38,7 @@ class ShardAxes:
 @final
 @attrs.frozen
 class Declaration:
-    """The letters of the dims of operands and results. A result is a sum over the split letters that it lacks.
-
-    ```python
-    from shardrules.programs.regions.declaration import Declaration
-
-    matmul = Declaration.parse("m k, k n -> m n", split="m n", whole=None)
-    assert matmul.operands == (("m", "k"), ("k", "n")) and matmul.split == ("m", "n")
-    ```
-    """
+    """The letters of the dims of operands and results. A result is a sum over the split letters that it lacks."""
 
     operands: tuple[Term, ...]
     results: tuple[Term, ...]
