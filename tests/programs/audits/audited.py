@@ -84,6 +84,11 @@ def normed(x: Any) -> Any:
     return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
 
 
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+
 def language_step(constrain: bool) -> Callable[..., Any]:
     """A train step of a small language model whose weights are fully sharded and split as in Megatron."""
 

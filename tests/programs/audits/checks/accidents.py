@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec as P
 
-from tests.programs.audits.audited import Program, con, f32, i32
+from tests.programs.audits.audited import Program, con, cross_entropy, f32, i32
 
 BF16, F8 = jnp.bfloat16, jnp.float8_e4m3fn
 
@@ -32,45 +32,25 @@ def head(is_bad: bool, target: str) -> Program:
     """A head whose rows are split over an axis that does not split the batch, or whose columns are."""
 
     def step(head: Any, x: Any, labels: Any) -> Any:
-        def loss(head: Any, x: Any) -> Any:
-            logits = jnp.einsum("bse,ev->bsv", x, head)
-            picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
-            return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
-
-        return jax.value_and_grad(loss, (0, 1))(head, x)
+        return jax.value_and_grad(lambda head, x: cross_entropy(x @ head, labels), (0, 1))(head, x)
 
     specs = (P("tensor"), P("data", None, "tensor")) if is_bad else (P(None, "tensor"), P("data"))
-    return Program(
-        step,
-        (f32(256, 8192), f32(16, 128, 256), i32(16, 128)),
-        (*specs, P("data")),
-        "data:4,tensor:2",
-        out=(None, specs),
-        roles=("parameters", "batch", "batch"),
-    )
+    args, roles = (f32(256, 8192), f32(16, 128, 256), i32(16, 128)), ("parameters", "batch", "batch")
+    return Program(step, args, (*specs, P("data")), "data:4,tensor:2", out=(None, specs), roles=roles)
 
 
 def head_over_batch(is_bad: bool, target: str) -> Program:
     """A head whose rows are split over the axis of the batch, and logits that nothing keeps on that axis."""
 
     def step(head: Any, x: Any, labels: Any) -> Any:
-        def loss(head: Any, x: Any) -> Any:
-            logits = jnp.einsum("bse,ev->bsv", x, head)
-            logits = logits if is_bad else con(logits, "fsdp")
-            picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
-            return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+        def loss(head: Any) -> Any:
+            return cross_entropy(x @ head if is_bad else con(x @ head, "fsdp"), labels)
 
-        return jax.value_and_grad(loss)(head, x)
+        return jax.value_and_grad(loss)(head)
 
     x = P(None, None, "fsdp") if is_bad else P("fsdp")
-    return Program(
-        step,
-        (f32(256, 4096), f32(16, 64, 256), i32(16, 64)),
-        (P("fsdp"), x, P("fsdp")),
-        "fsdp:8",
-        out=(None, P("fsdp")),
-        roles=("parameters", "batch", "batch"),
-    )
+    args, roles = (f32(256, 4096), f32(16, 64, 256), i32(16, 64)), ("parameters", "batch", "batch")
+    return Program(step, args, (P("fsdp"), x, P("fsdp")), "fsdp:8", out=(None, P("fsdp")), roles=roles)
 
 
 def regathered(is_bad: bool, target: str) -> Program:
@@ -83,13 +63,9 @@ def regathered(is_bad: bool, target: str) -> Program:
         return jnp.mean(lax.scan(jax.checkpoint(layer, prevent_cse=False), x, w)[0].astype(jnp.float32))
 
     few, many, array = {"cpu": (16, 2**12, f32), "cud": (256, 2**17, bf16)}.get(target[:3], (256, 2**15, bf16))
-    return Program(
-        jax.grad(loss),
-        (f32(8, 1024, 1024), array(few if is_bad else many, 1024)),
-        (P(None, "shard"), P("shard")),
-        "shard:8",
-        out=P(None, "shard"),
-    )
+    args = (f32(8, 1024, 1024), array(few if is_bad else many, 1024))
+    specs = (P(None, "shard"), P("shard"))
+    return Program(jax.grad(loss), args, specs, "shard:8", out=P(None, "shard"))
 
 
 def narrow(is_bad: bool, target: str) -> Program:
@@ -202,14 +178,8 @@ def microbatches(is_bad: bool, target: str, stacks: bool = False) -> Program:
 
     specs = (P("data"), P(None, "data"))
     once = jax.shard_map(of_device, in_specs=specs, out_specs=P("data"), check_vma=False)
-    return Program(
-        accumulated if is_bad else once,
-        (f32(1024, 1024), f32(4, 256, 1024)),
-        specs,
-        "data:8",
-        out=P("data"),
-        roles=MODEL,
-    )
+    args = (f32(1024, 1024), f32(4, 256, 1024))
+    return Program(accumulated if is_bad else once, args, specs, "data:8", out=P("data"), roles=MODEL)
 
 
 def stacked_microbatches(is_bad: bool, target: str) -> Program:
@@ -293,14 +263,9 @@ def table(is_bad: bool, target: str) -> Program:
         return lax.scan(body, x, weights)[0]
 
     tables = (f32(8192, 64), f32(8192, 64))
-    return Program(
-        step,
-        (f32(16, 128, 128), f32(8, 8192, 128), tables),
-        (P(), P("data"), P()),
-        "data:8",
-        out=P("data"),
-        roles=("parameters", "batch", "parameters"),
-    )
+    args = (f32(16, 128, 128), f32(8, 8192, 128), tables)
+    specs = (P(), P("data"), P())
+    return Program(step, args, specs, "data:8", out=P("data"), roles=("parameters", "batch", "parameters"))
 
 
 ACCIDENTS: Mapping[Callable[[bool, str], Program], str] = MappingProxyType(

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from docs.examples import train_gpt
 from shardrules.programs.audits.report import AuditReport
-from tests.programs.audits.audited import AXES, Program, audit, con, f32, i32, normed
+from tests.programs.audits.audited import AXES, Program, audit, con, cross_entropy, f32, i32, normed
 from tests.programs.examples import CPU
 from tests.zoo import TREES, as_shapes
 
@@ -96,8 +96,7 @@ class Decoder:
         kept = POLICIES.get(self.remat)
         x, _ = lax.scan(jax.checkpoint(layer, policy=kept, prevent_cse=False) if kept else layer, x, weights["layers"])
         logits = con(normed(x) @ weights["head"].astype(jnp.bfloat16), BATCH_AXES, None, "tensor").astype(jnp.float32)
-        picked = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
-        return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+        return cross_entropy(logits, tokens[:, 1:])
 
     def audit(self) -> AuditReport:
         optimizer = optax.adamw(1e-4)
