@@ -67,7 +67,6 @@ _ring.defvjp(_forward, _backward)
 
 
 def _send(tree: Any, rounds: Rounds) -> Any:
-    """Sends arrays to the next device."""
     _, size = rounds.index_and_size()
     pairs = [(device, (device + 1) % size) for device in range(size)]
     return jax.tree.map(lambda array: lax.ppermute(array, rounds.axis_name, pairs), tree)

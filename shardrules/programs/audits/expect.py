@@ -162,7 +162,6 @@ def assert_collectives(
 
 
 def _as_expected(collectives: Iterable[Collective]) -> dict[str, dict[str, int]]:
-    """Collectives in the form in which they can be expected."""
     by_key = totals(collectives, lambda collective: f"{collective.kind} over {collective.axes_text}")
     return {key: {"runs": total.run_count, "wire_bytes": total.wire_bytes} for key, total in by_key.items()}
 

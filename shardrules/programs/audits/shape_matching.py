@@ -29,7 +29,6 @@ class ShapeSet:
 
     @classmethod
     def of(cls, shapes: Iterable[Iterable[int]]) -> Self:
-        """Builds the set."""
         by_size: dict[int, dict[Dims, None]] = {}
         for shape in shapes:
             dims = _dims(shape)

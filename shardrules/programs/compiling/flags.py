@@ -76,7 +76,6 @@ def _options(target: Target) -> tuple[tuple[str, str | bool], ...]:
 
 
 def _other_spelling(name: str, value: str | bool, refusal: str) -> tuple[str, str | bool] | None:
-    """Another way to write a refused flag."""
     if _UNKNOWN in refusal:
         return (_OTHER_NAMES[name], value) if name in _OTHER_NAMES else None
     switch = _TRUTH.get(str(value).lower())

@@ -39,7 +39,6 @@ class ModelMatmul:
 
 
 def model_matmuls(program: ClosedJaxpr | Jaxpr) -> Iterator[ModelMatmul]:
-    """Returns every matmul and convolution of a program."""
     return _matmuls(open_jaxpr(program).eqns)
 
 

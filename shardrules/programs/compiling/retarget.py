@@ -34,7 +34,6 @@ class _Retargeter:
     variables: dict[Var, Any] = attrs.field(factory=dict)
 
     def rewrite(self, value: Any) -> Any:
-        """Rewrites a mesh, a sharding, a program, a container of these, or anything else."""
         if isinstance(value, Mesh):
             return self.mesh if value != self.mesh and self._has_same_axes(value) else value
         if isinstance(value, AbstractMesh):

@@ -111,7 +111,6 @@ def _renamed(equation: Any, name: str) -> dict[str, Any]:
 
 @functools.cache
 def _named_equation() -> Any:
-    """An equation that gives a name to an array."""
     return jax.make_jaxpr(lambda x: checkpoint_name(x, _NO_NAME))(0.0).eqns[0]
 
 

@@ -35,7 +35,6 @@ class Shard:
     def of(
         cls, operands: Any, axis_name: tuple[str, ...] | None, experts: StackedExperts, capacity: int | None
     ) -> "Shard":
-        """From the operands of a region."""
         tokens, routes, weights, ids, *params = operands
         *lead, width = tokens.shape
         choices = routes.shape[-1]
