@@ -375,7 +375,7 @@ def test_a_multiple_that_cannot_be_split() -> None:
     ]
 
 
-SEARCH = functools.partial(largest_batch, grown, rows, mesh=MESH, in_shardings=P("data"))
+SEARCH: Any = functools.partial(largest_batch, grown, rows, mesh=MESH, in_shardings=P("data"))
 
 
 def test_from_one_to_another() -> None:

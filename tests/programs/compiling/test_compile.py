@@ -26,14 +26,8 @@ from shardrules.programs.compiling.compile import (
     compiled_memory,
     trace,
 )
+from tests.programs.audits.audited import AXES, f32
 from tests.programs.examples import CPU, CUDA, TARGETS, TPU, mesh_on
-
-AXES = "data:4,model:2"
-
-
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
 
 W, X = f32(64, 64), f32(32, 64)
 IN = (P(None, "model"), P("data"))
