@@ -89,8 +89,6 @@ def sharded_attention(
 @final
 @attrs.frozen(eq=False)
 class _Call:
-    """A user's request."""
-
     q: Any
     k: Any
     v: Any
@@ -101,7 +99,6 @@ class _Call:
     kernel: Any
 
     def check(self) -> None:
-        """Raises one error with all that is wrong."""
         if self.axis is not None and not self._mesh_sizes:
             raise NoMeshError(
                 f"sharded_attention: axis={self.axis!r} needs a mesh. Set one, `with jax.set_mesh(mesh):`, or leave "

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, final
 import jax
 import jax.numpy as jnp
 
-from shardrules.programs.attention.kernels import MASKED, Kernel, call_kernel, require_log_sum_exp
+from shardrules.core.errors import SplitError
+from shardrules.programs.attention.kernels import MASKED, Kernel, call_kernel, no_log_sum_exp
 
 
 @final
@@ -51,7 +52,8 @@ def attend(kernel: Kernel, queries: Queries, keys: Keys, *, is_causal: bool, how
     out, log_sum_exp = call_kernel(
         kernel, queries.q, keys.k, keys.v, queries.segments, keys.segments, is_causal=is_causal
     )
-    require_log_sum_exp(kernel, log_sum_exp, how)
+    if log_sum_exp is None:
+        raise SplitError(f"sharded_attention: {no_log_sum_exp(kernel, how)}")
     log_sum_exp = jnp.where(log_sum_exp <= MASKED, -jnp.inf, log_sum_exp)
     return Rows(out.astype(log_sum_exp.dtype), log_sum_exp)
 

@@ -33,13 +33,9 @@ def by_device(tree: Any, size: int, *, is_zigzag: bool) -> Any:
     return jax.tree.map(split, tree)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend_to_gathered(rounds: Rounds, queries: Queries, keys: Keys) -> Any:
     """Attention of the queries of each device to keys that are stacked `by_device`."""
-    return _attend(rounds, queries, keys)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(rounds: Rounds, queries: Queries, keys: Keys) -> Any:
     return _forward(rounds, queries, keys)[0]
 
 
@@ -78,7 +74,7 @@ def _backward(rounds: Rounds, saved: tuple[Queries, Keys, Rows], cotangent: Any)
     return Queries(q_gradient.astype(queries.q.dtype), None), Keys(k_gradient, v_gradient, None)
 
 
-_attend.defvjp(_forward, _backward)
+attend_to_gathered.defvjp(_forward, _backward)
 
 
 def _of_device(keys: Keys, device: Any) -> Keys:

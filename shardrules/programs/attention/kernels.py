@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from shardrules.core.callables import name_of
-from shardrules.core.errors import ConfigError, SplitError
+from shardrules.core.errors import ConfigError
 
 Kernel: TypeAlias = Callable[..., Any]
 """`kernel(q, k, v, *, is_causal, q_segment_ids, kv_segment_ids)` returns the output, or `(output, log_sum_exp)`."""
@@ -59,6 +59,7 @@ def _attend_rows(
     if mask is not None:
         mask = mask[:, None, None]
         scores = jnp.where(mask, scores, -jnp.finfo(scores.dtype).max)
+    # The softmax by hand, since its sum is a result as well: blocks of keys are merged by it.
     largest = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - largest)
     if mask is not None:
@@ -83,14 +84,6 @@ def _mask(first: int | None, q_segment_ids: Any, kv_segment_ids: Any, q_length: 
     return mask
 
 
-def _xla_kernel(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    return _jax_attention("xla", q, k, v, **options)
-
-
-def _cudnn_kernel(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    return _jax_attention("cudnn", q, k, v, **options)
-
-
 def _jax_attention(
     implementation: Any, q: Any, k: Any, v: Any, *, is_causal: bool, q_segment_ids: Any, kv_segment_ids: Any
 ) -> Any:
@@ -101,8 +94,8 @@ def _jax_attention(
     )
 
 
-KERNELS: dict[str, Kernel] = {"xla": _xla_kernel, "cudnn": _cudnn_kernel}
-"""Those of `jax.nn.dot_product_attention`."""
+KERNELS: dict[str, Kernel] = {name: functools.partial(_jax_attention, name) for name in ("xla", "cudnn")}
+"""The implementations of `jax.nn.dot_product_attention`."""
 
 
 def call_kernel(
@@ -127,11 +120,6 @@ def call_kernel(
     if log_sum_exp is not None:
         out = jnp.where(log_sum_exp[..., None] <= MASKED, 0, out)  # NaN stays NaN
     return out, log_sum_exp
-
-
-def require_log_sum_exp(kernel: Kernel, log_sum_exp: Any, how: str) -> None:
-    if log_sum_exp is None:
-        raise SplitError(f"sharded_attention: {no_log_sum_exp(kernel, how)}")
 
 
 def no_log_sum_exp(kernel: Kernel, how: str) -> str:

@@ -16,13 +16,9 @@ from shardrules.programs.attention.blocks import Keys, Queries, Rows
 from shardrules.programs.attention.rounds import Rounds
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend_in_ring(rounds: Rounds, queries: Queries, keys: Keys) -> Any:
     """Attention of the queries of each device to the keys of all, which are split in the same order."""
-    return _ring(rounds, queries, keys)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(rounds: Rounds, queries: Queries, keys: Keys) -> Any:
     return _forward(rounds, queries, keys)[0]
 
 
@@ -63,11 +59,10 @@ def _backward(rounds: Rounds, saved: tuple[Queries, Keys, Rows], cotangent: Any)
     )
 
 
-_ring.defvjp(_forward, _backward)
+attend_in_ring.defvjp(_forward, _backward)
 
 
 def _send(tree: Any, rounds: Rounds) -> Any:
-    """Sends arrays to the next device."""
     _, size = rounds.index_and_size()
     pairs = [(device, (device + 1) % size) for device in range(size)]
     return jax.tree.map(lambda array: lax.ppermute(array, rounds.axis_name, pairs), tree)

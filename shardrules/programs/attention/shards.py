@@ -31,7 +31,7 @@ def attention_by_ring(
     rounds = Rounds("ring", as_kernel(kernel), axis_name, causal, causal and q.shape[1] % 2 == 0)
     if rounds.is_zigzag:
         queries, keys = to_zigzag((queries, keys), axis_name)
-    out = attend_in_ring(rounds, queries, keys)
+    out: Any = attend_in_ring(rounds, queries, keys)
     return (from_zigzag(out, axis_name) if rounds.is_zigzag else out).reshape(q.shape)
 
 
@@ -49,7 +49,7 @@ def attention_by_gather(
     if rounds.is_zigzag:
         queries = to_zigzag(queries, axis_name)
     keys = by_device(keys, rounds.index_and_size()[1], is_zigzag=rounds.is_zigzag)
-    out = attend_to_gathered(rounds, queries, keys)
+    out: Any = attend_to_gathered(rounds, queries, keys)
     return (from_zigzag(out, axis_name) if rounds.is_zigzag else out).reshape(q.shape)
 
 

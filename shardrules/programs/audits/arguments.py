@@ -1,22 +1,26 @@
 """The arguments of an audited function: their roles, their places in the compiled program, their shapes on a device."""
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import final
+from typing import final, get_args
 
 import attrs
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from shardrules.core.spec import axis_names, entries, spec_repr
-from shardrules.programs.audits.memory import MemoryUse, argument_bytes, argument_indices, memory_use
+from shardrules.programs.audits.memory import MemoryUse
 from shardrules.programs.audits.shape_matching import ShapeSet, split_shapes
 from shardrules.programs.compiled.flow import Value
 from shardrules.programs.compiled.program import CompiledProgram
-from shardrules.programs.compiled.text import ArrayType
+from shardrules.programs.compiled.text import HOST_MEMORY, ArrayType
 from shardrules.programs.compiling.arguments import Argument
 from shardrules.programs.compiling.compile import Compiled
-from shardrules.programs.compiling.roles import BATCH, PARAMETERS, Role
+from shardrules.programs.compiling.roles import BATCH, PARAMETERS, STATE, Role
+
+_ARGUMENT = re.compile(r"args\[(\d+)\]")
+"""The name that JAX gives to parameters of a function that takes `*args`, as the compiled functions here do."""
 
 
 @final
@@ -39,17 +43,45 @@ class AuditedArguments:
     @functools.cached_property
     def indices(self) -> Mapping[str, int]:
         """The index of the array behind each parameter of the program, by the parameter's name."""
-        return argument_indices(self.program)
+        # Parameters that XLA renamed have no index in their names; their position in the program is the index, since no
+        # argument is dropped (`keep_unused`).
+        indices = {}
+        for parameter in self.program.arguments:
+            match = _ARGUMENT.search(parameter.op_name)
+            index = int(match[1]) if match else int(parameter.literal) - self.program.token_count
+            indices[parameter.op_name] = index
+        return indices
 
     @functools.cached_property
     def device_bytes(self) -> tuple[int, ...]:
         """The bytes of each array on one device, without the padding of its layout."""
-        return argument_bytes(self.compiled, self.program, self.arrays)
+        sizes = [0] * len(self.arrays)
+        # Some compilers count memory of the host separately. With the others it is part of the sum that ours must
+        # match.
+        is_separate = self.compiled.memory.host_argument_bytes > 0
+        for parameter in self.program.arguments:
+            index = self.indices[parameter.op_name]
+            is_on_host = self.arrays[index].memory or any(each.memory_space == HOST_MEMORY for each in parameter.types)
+            sizes[index] = 0 if is_separate and is_on_host else parameter.nbytes
+        return tuple(sizes)
 
     @functools.cached_property
     def memory(self) -> MemoryUse:
         """The memory that one device needs, by purpose."""
-        return memory_use(self.compiled, self.program, self.arrays, self.roles)
+        by_role = dict.fromkeys(get_args(Role), 0)
+        for size, role in zip(self.device_bytes, self.roles, strict=True):
+            by_role[role] += size
+        # The arguments are counted from the program's types, and the compiler's total has their layouts too: the
+        # difference is padding. Results that alias arguments are in both totals.
+        reported = self.compiled.memory
+        return MemoryUse(
+            by_role[PARAMETERS],
+            by_role[STATE],
+            by_role[BATCH],
+            reported.argument_bytes - sum(by_role.values()),
+            reported.output_bytes - reported.alias_bytes,
+            reported.temporary_bytes,
+        )
 
     @functools.cached_property
     def aliased(self) -> frozenset[int]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import attrs
 
-from shardrules.checks.placed import mesh_for
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.callables import name_of
 from shardrules.core.spec import spec_repr
@@ -86,12 +85,8 @@ def audit(
     assert [collective.kind for collective in report.collectives] == ["all-reduce"] and not report.problems
     ```
     """
-    # A plan has the mesh that it was made for; rules and specs have none.
-    own_mesh = getattr(plan, "mesh", None) if mesh is None else mesh
-    if own_mesh is None:
-        own_mesh = mesh_for(None, lambda: args, "the audit needs a mesh: pass mesh=")
     request = CompileRequest(fn, plan, in_shardings, out_shardings, donate_argnums, roles, axis_types)
-    return audit_request(request, args, own_mesh, target, hardware, kernel_costs)
+    return audit_request(request, args, request.mesh_for(mesh, lambda: args), target, hardware, kernel_costs)
 
 
 def audit_request(

@@ -10,7 +10,7 @@ from shardrules.core.errors import printable
 from shardrules.core.finding import Finding, common_path, listing, template
 from shardrules.core.text import bytes_text
 from shardrules.programs.audits.text import count_text
-from shardrules.programs.compiled.collectives import Collective
+from shardrules.programs.compiled.collectives import Collective, Total, totals
 from shardrules.programs.costs.step_time import seconds_text
 
 
@@ -109,23 +109,17 @@ class AuditDiff:
 
 def changed_collectives(old: Iterable[Collective], new: Iterable[Collective]) -> tuple[CollectivesChange, ...]:
     """Returns the kinds and axes whose runs or bytes differ, most bytes first."""
-    old_totals, new_totals = _totals(old), _totals(new)
-    changes: list[CollectivesChange] = []
-    for key in dict.fromkeys((*old_totals, *new_totals)):
-        (old_runs, old_bytes), (new_runs, new_bytes) = old_totals.get(key, (0, 0)), new_totals.get(key, (0, 0))
-        if (old_runs, old_bytes) != (new_runs, new_bytes):
-            changes.append(CollectivesChange(*key, old_runs, new_runs, old_bytes, new_bytes))
+    old_totals, new_totals = (
+        totals(each, lambda collective: (collective.kind, collective.axes_text)) for each in (old, new)
+    )
+    none = Total(0, 0, 0, 0)
+    pairs = {key: (old_totals.get(key, none), new_totals.get(key, none)) for key in (*old_totals, *new_totals)}
+    changes = (
+        CollectivesChange(kind, axes, before.run_count, after.run_count, before.wire_bytes, after.wire_bytes)
+        for (kind, axes), (before, after) in pairs.items()
+        if (before.run_count, before.wire_bytes) != (after.run_count, after.wire_bytes)
+    )
     return tuple(sorted(changes, key=lambda change: -max(change.old_bytes, change.new_bytes)))
-
-
-def _totals(collectives: Iterable[Collective]) -> dict[tuple[str, str], tuple[int, int]]:
-    """The runs and the bytes on the wire of each kind over the same axes."""
-    totals: dict[tuple[str, str], tuple[int, int]] = {}
-    for collective in collectives:
-        key = collective.kind, collective.axes_text
-        runs, wire_bytes = totals.get(key, (0, 0))
-        totals[key] = runs + collective.times.count, wire_bytes + collective.total_wire_bytes
-    return totals
 
 
 def changed_arrays(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[ArrayChange, ...]:

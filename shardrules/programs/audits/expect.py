@@ -35,7 +35,7 @@ from shardrules.mesh.shape import mesh_shape
 from shardrules.programs.audits.memory import usable_bytes
 from shardrules.programs.audits.report import AuditReport
 from shardrules.programs.audits.text import layers_text
-from shardrules.programs.compiled.collectives import Collective, array_text
+from shardrules.programs.compiled.collectives import Collective, array_text, totals
 from shardrules.programs.machine.measured import KINDS
 
 _LIMITS = ("runs", "wire_bytes", "max_runs", "max_wire_bytes")
@@ -152,7 +152,7 @@ def assert_collectives(
         remedy = f"If this is intended, write it: {accept}"
     else:
         source, expectations = "", expected
-        runs = {key: total["runs"] for key, total in sorted(_as_expected(moving_collectives).items())}
+        runs = {key: counts["runs"] for key, counts in sorted(_as_expected(moving_collectives).items())}
         remedy = f"If this is intended, expect it: {runs}"
     lines = _differences(_read_limits(expectations, mesh_shape(report.mesh).axis_names, source), moving_collectives)
     if lines:
@@ -162,14 +162,8 @@ def assert_collectives(
 
 
 def _as_expected(collectives: Iterable[Collective]) -> dict[str, dict[str, int]]:
-    """Collectives in the form in which they can be expected."""
-    totals: dict[str, dict[str, int]] = {}
-    for collective in collectives:
-        key = f"{collective.kind} over {collective.axes_text}"
-        total = totals.setdefault(key, {"runs": 0, "wire_bytes": 0})
-        total["runs"] += collective.times.count
-        total["wire_bytes"] += collective.total_wire_bytes
-    return totals
+    by_key = totals(collectives, lambda collective: f"{collective.kind} over {collective.axes_text}")
+    return {key: {"runs": total.run_count, "wire_bytes": total.wire_bytes} for key, total in by_key.items()}
 
 
 @final

@@ -14,7 +14,6 @@ from typing import Any, Unpack, final
 import attrs
 import jax.tree_util as jtu
 
-from shardrules.checks.placed import mesh_for
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.callables import name_of
 from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, HardwareError, printable, suggest
@@ -24,7 +23,8 @@ from shardrules.core.text import bytes_text
 from shardrules.core.tree import array_kind
 from shardrules.core.views.table import aligned
 from shardrules.mesh.axis_types import AxisTypes
-from shardrules.programs.audits.memory import MemoryUse, memory_use, usable_bytes
+from shardrules.programs.audits.arguments import AuditedArguments
+from shardrules.programs.audits.memory import MemoryUse, usable_bytes
 from shardrules.programs.compiled.program import read_program
 from shardrules.programs.compiling.arguments import read_arguments
 from shardrules.programs.compiling.request import CompileOptions, CompileRequest
@@ -178,7 +178,7 @@ def fits(
     target = Target.parse(target)
     budget_bytes = _budget_bytes(target, budget, reserve)
     request = CompileRequest(fn, plan, in_shardings, out_shardings, donate_argnums, roles, axis_types)
-    return _fit(request, args, _mesh_of(mesh, plan, lambda: args), target, budget_bytes)
+    return _fit(request, args, request.mesh_for(mesh, lambda: args), target, budget_bytes)
 
 
 def largest_batch(
@@ -254,7 +254,7 @@ def largest_batch(
     most = _MAX_BATCH if at_most is None else integer("at_most", 1)(at_most)
     make = functools.cache(functools.partial(_make_args, make_args))
     multiple = None if multiple_of is None else integer("multiple_of", 1)(multiple_of)
-    mesh = _mesh_of(mesh, request.plan, lambda: make(_round_up(least, multiple or 1)))
+    mesh = request.mesh_for(mesh, lambda: make(_round_up(least, multiple or 1)))
     unit = _batch_unit(request, make, mesh) if multiple is None else multiple
     first = _round_up(least, unit)
     if first > most:
@@ -281,8 +281,6 @@ def largest_batch(
 @final
 @attrs.define(eq=False)
 class _Trials:
-    """The batches that have been compiled so far."""
-
     request: CompileRequest
     make: Callable[[int], tuple[Any, ...]]
     mesh: AnyMesh
@@ -302,7 +300,6 @@ class _Trials:
 
     @property
     def largest(self) -> int:
-        """The largest batch that fits; 0 if none does."""
         return max((batch for batch, fit in self.fits.items() if fit), default=0)
 
 
@@ -317,19 +314,14 @@ def _budget_bytes(target: Target, budget: float | str | None, reserve: float | s
     return usable_bytes(available, read_bytes("reserve", reserve))
 
 
-def _mesh_of(mesh: AnyMesh | None, plan: Any, args: Callable[[], tuple[Any, ...]]) -> AnyMesh:
-    explicit = mesh if mesh is not None else getattr(plan, "mesh", None)  # specs and most rules have none
-    return mesh_for(explicit, args, "no mesh to compile for: pass mesh=sr.mesh_shape('data:8')")
-
-
 def _fit(request: CompileRequest, args: tuple[Any, ...], mesh: AnyMesh, target: Target, budget_bytes: int) -> Fit:
     name, mesh_name = name_of(request.fn), mesh_text(mesh)
     try:
         result = request.compile(args, mesh, target)
     except DoesNotFitError as error:
         return Fit(name, target, mesh_name, budget_bytes, error.needed_bytes or None, refusal=str(error))
-    program = read_program(result.compiled.text)
-    memory = memory_use(result.compiled, program, result.arguments.arrays, result.roles)
+    program, sizes = read_program(result.compiled.text), mesh_sizes(result.mesh)
+    memory = AuditedArguments(result.compiled, program, result.arguments.arrays, result.roles, sizes).memory
     return Fit(name, target, mesh_name, budget_bytes, memory.peak_bytes, memory)
 
 

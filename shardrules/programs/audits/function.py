@@ -35,7 +35,6 @@ class TracedFunction:
 
     @functools.cached_property
     def constraints(self) -> tuple[Constraint, ...]:
-        """The arrays whose sharding the function constrains."""
         return tuple(find_constraints(self.compiled.jaxpr))
 
     @functools.cached_property
@@ -56,7 +55,6 @@ class TracedFunction:
 
     @functools.cached_property
     def matmuls(self) -> tuple[ModelMatmul, ...]:
-        """The matmuls of the function itself."""
         return tuple(model_matmuls(without_dead_code(self.compiled.jaxpr)))
 
     @property

@@ -42,16 +42,6 @@ def module_path(op_name: str, stack: Sequence[Source]) -> str:
     """Returns the module of an operation: the scopes in its path, without what JAX added.
 
     With one scope at most, which is a layer of a library, the innermost user function comes before it.
-
-    ```python
-    from shardrules.programs.audits.modules import module_path
-    from shardrules.core.source import Source
-
-    assert module_path("jit(step)/transpose(jvp(Model))/up/dot_general", ()) == "Model/up"
-    stack = (Source("model.py", 7, "Block.__call__"),)
-    assert module_path("jit(step)/jvp()/dot_general", stack) == "Block"
-    assert module_path("jit(step)/jvp(eqx.nn.Linear)/dot_general", stack) == "Block/eqx.nn.Linear"
-    ```
     """
     scopes = []
     for part in _split_path(op_name)[:-1]:

@@ -281,7 +281,6 @@ class MovedArrays:
 
     @property
     def on_wire(self) -> str:
-        """The bytes on the wire, for a sentence."""
         return f"{bytes_text(self.wire_bytes)} on the wire per device and step"
 
     def finding(self, severity: Severity, code: str, message: str, remedy: str, source: str | None = None) -> Finding:

@@ -23,23 +23,12 @@ def _dims(shape: Iterable[int]) -> Dims:
 @final
 @attrs.frozen
 class ShapeSet:
-    """Shapes to match arrays against, by their element counts.
-
-    ```python
-    from shardrules.programs.audits.shape_matching import ShapeSet
-
-    shapes = ShapeSet.of([(8, 256, 512)])
-    assert shapes.matches((512, 1, 8, 256)) and shapes.matches((2048, 512)) and shapes.matches((8 * 256 * 512,))
-    assert not shapes.matches((1024, 1024)) and not shapes.matches((2, 4, 256, 512))
-    assert shapes.matches((2, 4, 256, 512), split_dims=True)
-    ```
-    """
+    """Shapes to match arrays against, by their element counts."""
 
     by_size: Mapping[int, tuple[Dims, ...]]
 
     @classmethod
     def of(cls, shapes: Iterable[Iterable[int]]) -> Self:
-        """Builds the set."""
         by_size: dict[int, dict[Dims, None]] = {}
         for shape in shapes:
             dims = _dims(shape)

@@ -11,7 +11,7 @@ from shardrules.core.source import short_line, user_line
 from shardrules.core.text import bytes_text
 from shardrules.core.views.table import aligned
 from shardrules.programs.audits.modules import ModuleCost
-from shardrules.programs.compiled.collectives import Collective, array_text, totals_by_axes
+from shardrules.programs.compiled.collectives import Collective, array_text, totals, totals_by_axes
 from shardrules.programs.costs.schedule import LineTime
 from shardrules.programs.costs.step_time import seconds_text
 
@@ -102,23 +102,15 @@ class CollectiveGroup:
 
 def group_collectives(collectives: Sequence[Collective]) -> tuple[CollectiveGroup, ...]:
     """Groups the collectives that send something, most bytes first. Their `arguments` have to be paths."""
-    groups: dict[tuple[str, str, str, str], list[Collective]] = {}
-    for collective in collectives:
-        if collective.wire_bytes:
-            key = collective.kind, collective.axes_text, array_text(collective), user_line(collective.stack)
-            groups.setdefault(key, []).append(collective)
-    grouped = [
-        CollectiveGroup(
-            kind,
-            axes,
-            array,
-            short_line(line),
-            sum(collective.times.count for collective in group),
-            sum(collective.total_wire_bytes for collective in group),
-        )
-        for (kind, axes, array, line), group in groups.items()
-    ]
-    return tuple(sorted(grouped, key=lambda group: -group.wire_bytes))
+
+    def key(collective: Collective) -> tuple[str, ...]:
+        return collective.kind, collective.axes_text, array_text(collective), user_line(collective.stack)
+
+    moving = (collective for collective in collectives if collective.wire_bytes)
+    return tuple(
+        CollectiveGroup(kind, axes, array, short_line(line), total.run_count, total.wire_bytes)
+        for (kind, axes, array, line), total in totals(moving, key).items()
+    )
 
 
 def collectives_table(collectives: Sequence[Collective]) -> list[str]:

@@ -42,7 +42,6 @@ class Timing:
 
     @functools.cached_property
     def schedule(self) -> PlayedSchedule:
-        """The program's schedule, played."""
         return play_schedule(self.program, self.collectives, self.kernels, self.hardware)
 
     def severity(self, seconds: float) -> Severity:

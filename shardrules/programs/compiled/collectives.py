@@ -7,7 +7,7 @@ into one operation, is a reduce-scatter.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import final
+from typing import TypeVar, final
 
 import attrs
 
@@ -21,6 +21,8 @@ from shardrules.programs.compiled.slices import kind_between_slices
 from shardrules.programs.compiled.text import ArrayType, Computation, Instruction
 from shardrules.programs.machine.measured import KINDS
 from shardrules.programs.machine.targets import Target
+
+_Key = TypeVar("_Key", str, tuple[str, ...])
 
 _RESHAPES = ("get-tuple-element", "bitcast", "reshape", "copy")
 """Operations that pass an array on unchanged, except for its shape and its place in a tuple."""
@@ -163,19 +165,20 @@ def find_collectives(
 
 def totals_by_kind(collectives: Iterable[Collective]) -> dict[str, Total]:
     """Adds collectives up by kind, the most expensive on the wire first."""
-    return _totals(collectives, lambda collective: collective.kind)
+    return totals(collectives, lambda collective: collective.kind)
 
 
 def totals_by_axes(collectives: Iterable[Collective]) -> dict[str, Total]:
     """Adds collectives up by `axes_text`, the most expensive on the wire first."""
-    return _totals(collectives, lambda collective: collective.axes_text)
+    return totals(collectives, lambda collective: collective.axes_text)
 
 
-def _totals(collectives: Iterable[Collective], key: Callable[[Collective], str]) -> dict[str, Total]:
-    groups: dict[str, list[Collective]] = {}
+def totals(collectives: Iterable[Collective], key: Callable[[Collective], _Key]) -> dict[_Key, Total]:
+    """Adds collectives up by a key, the most expensive on the wire first."""
+    groups: dict[_Key, list[Collective]] = {}
     for collective in collectives:
         groups.setdefault(key(collective), []).append(collective)
-    totals = {
+    sums = {
         name: Total(
             len(group),
             sum(collective.times.count for collective in group),
@@ -184,7 +187,7 @@ def _totals(collectives: Iterable[Collective], key: Callable[[Collective], str])
         )
         for name, group in groups.items()
     }
-    return dict(sorted(totals.items(), key=lambda item: (-item[1].wire_bytes, item[0])))
+    return dict(sorted(sums.items(), key=lambda item: (-item[1].wire_bytes, item[0])))
 
 
 def _kind(instruction: Instruction) -> str:

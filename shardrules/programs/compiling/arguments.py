@@ -126,14 +126,6 @@ def read_arguments(
 
     `in_shardings` comes first, then `plan`, then the sharding that an array has already. `plan` is for the tuple of all
     arguments, or for the only one; or for the first, and arrays of the others that mirror it get its specs.
-
-    ```python
-    from shardrules.programs.compiling.arguments import read_arguments
-
-    args, mesh = (np.ones((8, 4)), np.ones(4)), sr.mesh_shape("data:8")
-    arguments = read_arguments(lambda w, x: w @ x, args, mesh, in_shardings=(P("data"), None))
-    assert [(array.path, array.spec) for array in arguments.arrays] == [("w", P("data")), ("x", None)]
-    ```
     """
     items: tuple[Any, ...] = cast(Any, in_shardings) if type(in_shardings) is tuple else (in_shardings,) * len(args)
     if len(items) != len(args):
@@ -177,14 +169,7 @@ def _paths(tree: Any, name: str) -> list[str]:
 
 
 def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
-    """Returns a name for each of `count` positional arguments, as far as the function has names for them.
-
-    ```python
-    from shardrules.programs.compiling.arguments import argument_names
-
-    assert argument_names(lambda w, *rest: w, 3) == ["w", "rest/0", "rest/1"]
-    ```
-    """
+    """Returns a name for each of `count` positional arguments, as far as the function has names for them."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # some callables of C have none
@@ -197,14 +182,7 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
 
 
 def donated_arguments(donate_argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
-    """Returns the indices of donated arguments from 0, from `donate_argnums` of `jax.jit` for `count` arguments.
-
-    ```python
-    from shardrules.programs.compiling.arguments import donated_arguments
-
-    assert donated_arguments((0, -1), 3) == (0, 2)
-    ```
-    """
+    """Returns the indices of donated arguments from 0, from `donate_argnums` of `jax.jit` for `count` arguments."""
     argnums = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     unknown = [argnum for argnum in argnums if not -count <= argnum < count]
     if unknown:

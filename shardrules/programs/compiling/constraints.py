@@ -21,17 +21,7 @@ Constraint: TypeAlias = tuple[tuple[int, ...], PartitionSpec, list[Source]]
 
 
 def find_constraints(program: ClosedJaxpr) -> Iterator[Constraint]:
-    """Returns the shape, spec and lines of every array whose sharding a function constrains.
-
-    ```python
-    from shardrules.programs.compiling.constraints import find_constraints
-
-    mesh = sr.create_mesh("data:8")
-    with jax.set_mesh(mesh):
-        program = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, P("data")))(jnp.ones(16))
-    assert [(shape, spec) for shape, spec, _ in find_constraints(program)] == [((16,), P("data"))]
-    ```
-    """
+    """Returns the shape, spec and lines of every array whose sharding a function constrains."""
     return (constraint for constraint in map(_constraint, equations(program)) if constraint is not None)
 
 
@@ -59,18 +49,6 @@ def follow_arguments(program: ClosedJaxpr) -> tuple[dict[int, list[Constraint]],
     """Returns the constraints on what a function makes of each argument, by its index, and each result's arguments.
 
     The arguments that a result depends on are bits: bit 0 is the first argument's.
-
-    ```python
-    from shardrules.programs.compiling.constraints import follow_arguments
-
-    def step(state, x):
-        return jax.lax.with_sharding_constraint(state * 2, P("data")), state.sum() + x
-
-    with jax.set_mesh(sr.create_mesh("data:8")):
-        program = jax.make_jaxpr(step)(jnp.ones(16), jnp.ones(4))
-    constraints, results = follow_arguments(program)
-    assert list(constraints) == [0] and results == [0b01, 0b11]
-    ```
     """
     constraints: dict[int, list[Constraint]] = {}
     bits = [1 << index for index in range(len(program.jaxpr.invars))]

@@ -37,13 +37,6 @@ def compiler_options(target: Target) -> Options:
     """Returns the flags of a target as options for its compiler.
 
     All flags that the compiler refuses are in one `TargetError`, after milliseconds.
-
-    ```python
-    from shardrules.programs.compiling.flags import compiler_options
-
-    target = sr.Target("cpu", flags="--xla_cpu_enable_fast_math=true")
-    assert compiler_options(target) == {"xla_cpu_enable_fast_math": True}
-    ```
     """
     return dict(_options(target)) if target.flags else {}
 
@@ -83,7 +76,6 @@ def _options(target: Target) -> tuple[tuple[str, str | bool], ...]:
 
 
 def _other_spelling(name: str, value: str | bool, refusal: str) -> tuple[str, str | bool] | None:
-    """Another way to write a refused flag."""
     if _UNKNOWN in refusal:
         return (_OTHER_NAMES[name], value) if name in _OTHER_NAMES else None
     switch = _TRUTH.get(str(value).lower())

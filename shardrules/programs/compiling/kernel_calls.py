@@ -18,22 +18,7 @@ from shardrules.programs.jaxprs.walk import open_jaxpr, programs_in
 
 
 def find_kernel_calls(program: ClosedJaxpr) -> tuple[KernelCall, ...]:
-    """Finds the Pallas kernels of a function, each with its name, shapes and costs.
-
-    ```python
-    from jax.experimental import pallas as pl
-
-    from shardrules.programs.compiling.kernel_calls import find_kernel_calls
-
-    def double(x_ref, o_ref):
-        o_ref[...] = 2 * x_ref[...]
-
-    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
-    cost = pl.CostEstimate(flops=1024, bytes_accessed=8192, transcendentals=0)
-    (call,) = find_kernel_calls(jax.make_jaxpr(pl.pallas_call(double, x, cost_estimate=cost))(x))
-    assert (call.name, call.operands, call.flops) == ("double", ((8, 128),), 1024)
-    ```
-    """
+    """Finds the Pallas kernels of a function, each with its name, shapes and costs."""
     return tuple(dict.fromkeys(_kernel_calls(program, {})))
 
 

@@ -21,13 +21,6 @@ def model_flops(jaxpr: ClosedJaxpr | Jaxpr) -> int:
 
     A loop of unknown length counts once, and so does every branch, as they do in the text of a compiled program, which
     does not say which branch is taken either.
-
-    ```python
-    from shardrules.programs.compiling.model_flops import model_flops
-
-    jaxpr = jax.make_jaxpr(lambda a, b: jnp.tanh(a @ b))(jnp.ones((4, 8)), jnp.ones((8, 16)))
-    assert model_flops(jaxpr) == 2 * 4 * 8 * 16
-    ```
     """
     return sum(matmul.flops for matmul in model_matmuls(jaxpr))
 
@@ -46,7 +39,6 @@ class ModelMatmul:
 
 
 def model_matmuls(program: ClosedJaxpr | Jaxpr) -> Iterator[ModelMatmul]:
-    """Returns every matmul and convolution of a program."""
     return _matmuls(open_jaxpr(program).eqns)
 
 

@@ -7,6 +7,7 @@ from typing import Any, TypedDict, final
 import attrs
 from jax.sharding import Mesh
 
+from shardrules.checks.placed import mesh_for
 from shardrules.core.axes import AnyMesh
 from shardrules.mesh.axis_types import AxisTypes, normalize_axis_types
 from shardrules.programs.compiling.arguments import Arguments, donated_arguments, read_arguments
@@ -52,6 +53,11 @@ class CompileRequest:
     donate_argnums: int | Sequence[int] = ()
     roles: Any = None
     axis_types: AxisTypes = "auto"
+
+    def mesh_for(self, mesh: AnyMesh | None, args: Callable[[], tuple[Any, ...]]) -> AnyMesh:
+        """Returns the given mesh, else the plan's, else the mesh of the arrays or the one in force."""
+        explicit = mesh if mesh is not None else getattr(self.plan, "mesh", None)  # specs and most rules have none
+        return mesh_for(explicit, args, "no mesh to compile for: pass mesh=sr.mesh_shape('data:8')")
 
     def compile(self, args: tuple[Any, ...], mesh: AnyMesh, target: Target, *, tolerant: bool = False) -> CompileResult:
         """Compiles the function for a target.

@@ -20,18 +20,7 @@ from shardrules.core.jax_state import context_on
 
 
 def retarget(program: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
-    """Replaces every mesh with the same axes by `mesh`, and drops prints if `mesh` is on GPUs.
-
-    ```python
-    from shardrules.programs.compiling.retarget import retarget
-    from jax.sharding import Mesh, NamedSharding
-
-    mesh, model_mesh = sr.create_mesh("data:8"), Mesh(np.array(jax.devices()[::-1]), ("data",))
-    sharding = NamedSharding(model_mesh, P("data"))
-    program = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(jnp.ones(8))
-    assert retarget(program, mesh).eqns[0].params["sharding"].mesh == mesh
-    ```
-    """
+    """Replaces every mesh with the same axes by `mesh`, and drops prints if `mesh` is on GPUs."""
     return _Retargeter(mesh, mesh.devices.flat[0].platform == "gpu").rewrite(program)
 
 
@@ -45,7 +34,6 @@ class _Retargeter:
     variables: dict[Var, Any] = attrs.field(factory=dict)
 
     def rewrite(self, value: Any) -> Any:
-        """Rewrites a mesh, a sharding, a program, a container of these, or anything else."""
         if isinstance(value, Mesh):
             return self.mesh if value != self.mesh and self._has_same_axes(value) else value
         if isinstance(value, AbstractMesh):

@@ -25,18 +25,7 @@ _Path: TypeAlias = tuple[str, ...]
 
 
 def read_roles(arguments: Arguments, roles: Any = None) -> tuple[Role, ...]:
-    """Returns the role of each array. `roles` has what the caller knows; `None` in it, or for all of it, is guessed.
-
-    ```python
-    from shardrules.programs.compiling.roles import read_roles
-    from shardrules.programs.compiling.arguments import read_arguments
-
-    params = {"w": np.ones((8, 4))}
-    args, mesh = (params, {"m": params}, np.ones(8)), sr.mesh_shape("data:8")
-    arguments = read_arguments(lambda params, moments, x: 0, args, mesh)
-    assert read_roles(arguments) == ("parameters", "optimizer state", "batch")
-    ```
-    """
+    """Returns the role of each array. `roles` has what the caller knows; `None` in it, or for all of it, is guessed."""
     guesses = _guess_roles(arguments)
     return guesses if roles is None else _with_callers_roles(arguments, roles, guesses)
 

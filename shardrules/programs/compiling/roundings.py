@@ -30,15 +30,7 @@ class Rounding:
 
 
 def find_roundings(program: ClosedJaxpr) -> Iterator[Rounding]:
-    """Yields the casts of floating-point arrays to dtypes of 8 bits or fewer in a function.
-
-    ```python
-    from shardrules.programs.compiling.roundings import find_roundings
-
-    program = jax.make_jaxpr(lambda x: x.astype(jnp.float8_e4m3fn).astype(x.dtype))(jnp.ones((4, 8)))
-    assert [str(rounding.array) for rounding in find_roundings(program)] == ["f8e4m3fn[4,8]"]
-    ```
-    """
+    """Yields the casts of floating-point arrays to dtypes of 8 bits or fewer in a function."""
     for equation in equations(program):
         if equation.primitive.name != "convert_element_type":
             continue

@@ -48,17 +48,7 @@ def existing_names(program: ClosedJaxpr | Jaxpr) -> tuple[str, ...]:
 
 
 def saving_policies(program: ClosedJaxpr | Jaxpr) -> tuple[SavingPolicy, ...]:
-    """Returns the policies of a traced function that save by name.
-
-    ```python
-    from shardrules.programs.compiling.saved_names import saving_policies
-
-    policy = jax.checkpoint_policies.save_only_these_names("hiden")
-    fn = jax.checkpoint(lambda x: jnp.sin(jax.ad_checkpoint.checkpoint_name(jnp.sin(x), "hidden")), policy=policy)
-    (saving_policy,) = saving_policies(jax.make_jaxpr(jax.grad(fn))(1.0))
-    assert (saving_policy.names, saving_policy.missing) == (("hiden",), ("hiden",))
-    ```
-    """
+    """Returns the policies of a traced function that save by name."""
     named = [
         (str(each.params["name"]), _function(each)) for each in equations(program) if each.primitive.name == "name"
     ]
@@ -121,7 +111,6 @@ def _renamed(equation: Any, name: str) -> dict[str, Any]:
 
 @functools.cache
 def _named_equation() -> Any:
-    """An equation that gives a name to an array."""
     return jax.make_jaxpr(lambda x: checkpoint_name(x, _NO_NAME))(0.0).eqns[0]
 
 

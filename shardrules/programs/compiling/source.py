@@ -22,18 +22,7 @@ def names_other_mesh(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def naming_lines() -> Iterator[None]:
-    """Makes errors of a trace name the user's line. Errors about axes become a `PlanError` with a finding.
-
-    ```python
-    from shardrules.programs.compiling.source import naming_lines
-
-    try:
-        with naming_lines(), jax.set_mesh(sr.create_mesh("data:8")):
-            jax.eval_shape(lambda x: jax.lax.with_sharding_constraint(x, P("dat")), jnp.ones(8))
-    except sr.errors.PlanError as error:
-        assert error.findings[0].code == "unknown-axis"
-    ```
-    """
+    """Makes errors of a trace name the user's line. Errors about axes become a `PlanError` with a finding."""
     try:
         yield
     except Exception as error:  # the user's function may raise anything, and all of it is raised again

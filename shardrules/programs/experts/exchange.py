@@ -91,6 +91,7 @@ def _ragged(rows: jax.Array, *slices: jax.Array, row_count: int, axis_name: Axes
 
 def _padded(rows: jax.Array, *arrays: jax.Array, row_count: int, axis_name: Axes) -> jax.Array:
     """As `ragged_all_to_all`: no two devices can exchange more rows than the shorter side has."""
+    # The sender says where its rows go; here the receiver writes them there, and has to be told.
     slices, most, devices = SentSlices(*arrays), min(len(rows), row_count), lax.axis_size(axis_name)
     offsets = lax.all_to_all(slices.output_offsets, axis_name, 0, 0, tiled=True)
     sources = _rows_of_slices(slices.input_offsets, slices.send_sizes, devices, most, len(rows))

@@ -35,7 +35,6 @@ class Shard:
     def of(
         cls, operands: Any, axis_name: tuple[str, ...] | None, experts: StackedExperts, capacity: int | None
     ) -> "Shard":
-        """From the operands of a region."""
         tokens, routes, weights, ids, *params = operands
         *lead, width = tokens.shape
         choices = routes.shape[-1]
@@ -96,6 +95,7 @@ def by_dense(shard: Shard) -> jax.Array:
 def _slots_of_choices(routes: jax.Array, expert_count: int, capacity: int) -> jax.Array:
     """[groups, tokens, choices, experts, capacity]: whether a choice has this slot."""
     groups, tokens, choices = routes.shape
+    # All first choices of a group come before its second ones: with a capacity they are dropped last.
     is_chosen = jnp.moveaxis(routes, 2, 1)[..., None] == jnp.arange(expert_count)
     before = jnp.cumsum(is_chosen.reshape(groups, choices * tokens, expert_count), 1, dtype=jnp.int32)
     slots = jnp.where(is_chosen, before.reshape(is_chosen.shape) - 1, capacity)

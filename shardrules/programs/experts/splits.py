@@ -55,7 +55,6 @@ def tokens_for_sum(operands: Sequence[jax.Array], axes: Axes, free_count: int) -
 
 
 def first_rows(array: jax.Array, count: int) -> jax.Array:
-    """The first `count` rows."""
     return array if len(array) == count else whole_first(array)[:count]
 
 

@@ -36,14 +36,12 @@ class StackedExperts:
         return jnp.where(is_routed[:, None], results, 0)
 
     def _with(self, params: Sequence[jax.Array]) -> Any:
-        """The pytree with these arrays."""
         arrays = iter(params)
         leaves = [next(arrays) if leaf is _ARRAY else leaf for leaf in self.others]
         return jax.tree.unflatten(self.structure, leaves)
 
 
 def unstack(experts: Any) -> tuple[StackedExperts, list[jax.Array]]:
-    """The arrays of experts, and the rest."""
     leaves, structure = jax.tree.flatten(experts)
     arrays = [jnp.asarray(leaf) for leaf in leaves if _is_array(leaf)]
     others = tuple(_ARRAY if _is_array(leaf) else leaf for leaf in leaves)

@@ -189,7 +189,7 @@ class _Check:
         return problems
 
     def _possible_pieces(self, group: _Group, size: int) -> list[int]:
-        """Into how many pieces letters of this size can be split."""
+        """The counts of pieces that letters of this size can be split into."""
         axes = _axes_of([group])
 
         def is_possible(count: int) -> bool:
@@ -259,7 +259,6 @@ class _Check:
 
     @property
     def _trained(self) -> list[int]:
-        """The operands that have gradients."""
         is_inexact = [jnp.issubdtype(operand.dtype, jnp.inexact) for operand in self.operands]
         return [index for index, flag in enumerate(is_inexact) if flag and self.gradients]
 
@@ -298,7 +297,7 @@ class _Check:
                 yield f"{name} is {values[name].dtype} instead of {expected.dtype}"
 
     def _difference(self, actual: Any, expected: Any) -> str:
-        """By how much an array differs; empty where it is by rounding."""
+        """The difference between arrays, as text; empty where it is rounding."""
         tolerance = _TOLERANCES.get(str(expected.dtype), 0.0) if self.tolerance is None else self.tolerance
         here, whole = _elements(actual), _elements(expected)
         largest = float(np.abs(whole, where=np.isfinite(whole), out=np.zeros(whole.shape)).max(initial=0))

@@ -30,7 +30,7 @@ class ShardAxes:
     """All axes of the mesh, which decides the order of those that split one dim in both ways."""
 
     def device_count(self, mesh_sizes: Mapping[str, int]) -> int:
-        """Over how many devices the region is split."""
+        """The number of devices that the region is split over."""
         names = (*(name for letter_names in self.letters.values() for name in letter_names), *self.exchange)
         return math.prod(mesh_sizes[name] for name in names)
 
@@ -38,15 +38,7 @@ class ShardAxes:
 @final
 @attrs.frozen
 class Declaration:
-    """The letters of the dims of operands and results. A result is a sum over the split letters that it lacks.
-
-    ```python
-    from shardrules.programs.regions.declaration import Declaration
-
-    matmul = Declaration.parse("m k, k n -> m n", split="m n", whole=None)
-    assert matmul.operands == (("m", "k"), ("k", "n")) and matmul.split == ("m", "n")
-    ```
-    """
+    """The letters of the dims of operands and results. A result is a sum over the split letters that it lacks."""
 
     operands: tuple[Term, ...]
     results: tuple[Term, ...]
@@ -221,7 +213,6 @@ class Declaration:
         return tuple(chosen)
 
     def allows(self, axes: ShardAxes) -> bool:
-        """It may be split so."""
         return all(letter in self.split for letter in axes.letters) and bool(self.exchange or not axes.exchange)
 
     def specs(self, axes: ShardAxes) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:

@@ -44,13 +44,6 @@ class Exchange:
 def exchanges_of(program: ClosedJaxpr | Jaxpr, mesh_sizes: Mapping[str, int], count: int = 1) -> Iterator[Exchange]:
     """Yields the collectives of a program that runs on one device, `count` times. Of branches the one counts that sends
     most.
-
-    ```python
-    from shardrules.programs.regions.exchanges import exchanges_of
-
-    program = jax.make_jaxpr(lambda x: jax.lax.all_gather(x, "model"), axis_env=[("model", 4)])(jnp.ones(8))
-    assert [exchange.sent_bytes for exchange in exchanges_of(program, {"model": 4})] == [96]
-    ```
     """
     for equation in open_jaxpr(program).eqns:
         kind = _KINDS.get(equation.primitive.name)

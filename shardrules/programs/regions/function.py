@@ -51,7 +51,6 @@ class ShardFunction:
         return " or ".join(map(text, self.alternatives or (self,)))
 
     def refuse(self, problems: Sequence[str]) -> None:
-        """Raises an error that lists what is wrong, if anything is."""
         if problems:
             raise ConfigError(f"region {self.name} ({self.declaration}): {'; '.join(problems)}")
 
@@ -164,7 +163,6 @@ class ShardFunction:
         return possible
 
     def alternative(self, index: int) -> "ShardFunction":
-        """One of the alternatives; the function itself if it has none."""
         return self.alternatives[index] if self.alternatives else self
 
     def fitting(
@@ -238,7 +236,6 @@ class ShardFunction:
         )
 
     def with_results(self, kept: tuple[int, ...]) -> Self:
-        """The function that returns some of its results."""
         return self._cached(("results", kept), lambda: self._select(kept))
 
     def _select(self, kept: tuple[int, ...]) -> Self:
@@ -352,7 +349,6 @@ def _shard_structs(
 
 
 def _sources(program: ClosedJaxpr, result_index: int) -> tuple[int, ...]:
-    """The operands that a result of a program is computed from."""
     used = [index == result_index for index in range(len(program.out_avals))]
     return tuple(index for index, flag in enumerate(partial_eval.dce_jaxpr(program.jaxpr, used)[1]) if flag)
 
@@ -416,7 +412,6 @@ def own_flops(equation: Any) -> int:
 
 
 def _flops(program: ClosedJaxpr | Jaxpr) -> int:
-    """The FLOPs of matmuls and of kernels."""
     inside = runs(open_jaxpr(program).eqns, _has_own_flops)
     return sum(run.times * own_flops(run.equation) for run in inside)
 

@@ -120,6 +120,7 @@ def _lowered(
 ) -> Callable[..., Any]:
     """The function that is compiled for a region."""
     split = _explicit_split(function, ctx.avals_in)
+    # Types that say how operands are split leave no choice to the compiler.
     if split is not None:
         return _on_shards(*split)
     # Inside of `shard_map` nothing is partitioned: its context has no number of devices.

@@ -4,8 +4,9 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, final
 
+import attrs
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -48,6 +49,26 @@ def audit(fn: Callable[..., Any], *args: Any, target: str, axes: str = AXES, **o
     return sr.audit(fn, *args, mesh=sr.mesh_shape(axes), target=Target.parse(target), **options)
 
 
+@final
+@attrs.frozen(eq=False)
+class Program:
+    """A function to audit, with its arguments, their specs and what else `audit` takes."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    specs: Any
+    axes: str = AXES
+    out: Any = None
+    roles: Any = None
+    donate: int | tuple[int, ...] = ()
+
+    @functools.cache  # noqa: B019 - programs live as long as the session, which compiles each of them once for a target
+    def audit(self, target: str, hardware: sr.Hardware | None = None) -> AuditReport:
+        options: dict[str, Any] = {"in_shardings": self.specs, "out_shardings": self.out, "roles": self.roles}
+        options |= {"donate_argnums": self.donate, "hardware": hardware}
+        return audit(self.fn, *self.args, axes=self.axes, target=target, **options)
+
+
 def codes(report: AuditReport, *severities: str) -> list[str]:
     """The codes of findings of these severities, by default errors and warnings, each once."""
     severities = severities or ("error", "warning")
@@ -61,6 +82,11 @@ def findings_of(error: sr.errors.PlanError) -> tuple[sr.Finding, ...]:
 
 def normed(x: Any) -> Any:
     return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
 
 
 def language_step(constrain: bool) -> Callable[..., Any]:

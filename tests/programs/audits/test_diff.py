@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
-import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -15,7 +14,9 @@ from shardrules.programs.audits.memory import MemoryUse
 from shardrules.programs.audits.report import AuditReport
 from shardrules.programs.compiled.flow import Times
 from shardrules.programs.machine.targets import Target
+from tests.programs.audits.audited import Program, f32
 from tests.programs.audits.sample_report import ALONE, GATHER, NOTE, REPORT, WARNING
+from tests.programs.examples import CPU
 
 
 def changed(**change: Any) -> Any:
@@ -126,10 +127,9 @@ def test_two_plans_differ_in_collectives() -> None:
     def loss(w: Any, x: Any) -> Any:
         return jnp.sum(jnp.tanh(x @ w))
 
-    mesh = sr.mesh_shape("data:8")
-    w, x = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    square = f32(64, 64)
     whole, split = (
-        sr.audit(loss, w, x, mesh=mesh, in_shardings=(spec, P("data")), target="cpu:8") for spec in (P(), P("data"))
+        Program(loss, (square, square), (spec, P("data")), "data:8").audit(CPU) for spec in (P(), P("data"))
     )
     difference = whole.diff(split)
     assert [(change.kind, change.axes, change.old_runs, change.new_runs) for change in difference.collectives] == [

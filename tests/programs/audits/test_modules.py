@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import shardrules as sr
 from shardrules.core.source import Source
 from shardrules.programs.audits.modules import ModuleCost, module_costs, module_path
 from shardrules.programs.compiled.collectives import Collective
 from shardrules.programs.compiled.flow import Times
-from tests.programs.examples import TARGETS, mesh_on
+from tests.programs.audits.audited import Program, f32
+from tests.programs.examples import TARGETS
 
 OWN = Source("model.py", 12, "Block.__call__")
 LIBRARY = Source(jax.__file__, 3, "dot")
@@ -79,14 +79,8 @@ class Deep(nn.Module):
         return nn.Dense(8, name="head")(x)
 
 
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
 def costs(target: str, fn: Any, model: Any) -> dict[str, int]:
-    report = sr.audit(
-        fn, model, f32(64, 64), mesh=mesh_on(target, "data:8"), in_shardings=(P(), P("data")), target=target
-    )
+    report = Program(fn, (model, f32(64, 64)), (P(), P("data")), "data:8").audit(target)
     assert sum(module.flops for module in report.modules) == report.flops
     assert sum(module.wire_bytes for module in report.modules) == report.wire_bytes
     assert sum(module.run_count for module in report.modules) == sum(

@@ -1,24 +1,21 @@
 """The report of an audit as a value: what it adds up to, and how it is saved and read."""
 
 import copy
-import functools
 import json
 import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import attrs
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.core.errors import ReportError, ShardRulesError
 from shardrules.programs.audits.report import AuditReport
 from shardrules.programs.costs.timeline import Event, Timeline
+from tests.programs.audits.audited import closed
 from tests.programs.audits.sample_report import GATHER, REPORT, WARNING
-from tests.programs.examples import TARGETS, mesh_on
+from tests.programs.examples import TARGETS
 
 # ---- figures ----
 
@@ -36,6 +33,7 @@ def test_figures_add_up() -> None:
         "temporaries": 65536,
     }
     assert REPORT.problems == (WARNING,)
+    assert REPORT.step_time() == pytest.approx(0.0131) == sum(line.seconds for line in REPORT.lines)
 
 
 def test_totals() -> None:
@@ -48,10 +46,6 @@ def test_totals() -> None:
         "all-gather": (1, 12),
         "all-reduce": (2, 2),
     }
-
-
-def test_the_time_is_that_of_all_lines() -> None:
-    assert REPORT.step_time() == pytest.approx(0.0131) == sum(line.seconds for line in REPORT.lines)
 
 
 @pytest.mark.parametrize(("memory_bytes", "fits"), [(116740, True), (116739, False)])
@@ -79,9 +73,6 @@ def test_reports_pickle_whole() -> None:
     assert (again, hash(again)) == (REPORT, hash(REPORT))
     assert (again.hlo_text, again.compile_seconds) == (REPORT.hlo_text, REPORT.compile_seconds)
     assert copy.deepcopy(REPORT) == REPORT
-
-
-def test_the_repr_is_short_enough_to_print() -> None:
     assert "HloModule" not in repr(REPORT)
     assert "all-gather" not in repr(REPORT)
 
@@ -134,29 +125,9 @@ def test_json_keeps_no_axes_apart_from_unknown_axes(axes: Any) -> None:
     assert again.collectives[0].axes == axes
 
 
-@functools.cache
-def compiled(target: str) -> AuditReport:
-    """A report of a real compiler, with all that a page can have."""
-
-    def step(w: Any, x: Any) -> Any:
-        return w - jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w), x.sum()
-
-    w, x = jax.ShapeDtypeStruct((64, 256), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    return sr.audit(
-        step,
-        w,
-        x,
-        mesh=mesh_on(target, "data:8"),
-        in_shardings=(P("data"), P("data")),
-        out_shardings=(P("data"), None),
-        donate_argnums=0,
-        target=target,
-    )
-
-
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiled_reports_survive_json_and_pickle(target: str) -> None:
-    report = compiled(target)
+    report = closed("fully sharded", target)
     for keep in (AuditReport.from_json(report.to_json()), pickle.loads(pickle.dumps(report))):
         assert (keep, hash(keep), str(keep)) == (report, hash(report), str(report))
         assert keep.arrays_text() == report.arrays_text()
@@ -165,20 +136,7 @@ def test_compiled_reports_survive_json_and_pickle(target: str) -> None:
     assert AuditReport.from_json(report.to_json(hlo=True)).hlo_text == report.hlo_text
 
 
-BROKEN = (
-    "",
-    "{}",
-    "[]",
-    "null",
-    "3",
-    '"text"',
-    "not json",
-    '{"shardrules_audit": 2}',
-    '{"shardrules": 1, "leaves": []}',  # a plan
-)
-
-
-@pytest.mark.parametrize("text", BROKEN)
+@pytest.mark.parametrize("text", ["", "[]", "not json", '{"shardrules_audit": 2}', '{"shardrules": 1, "leaves": []}'])
 def test_other_texts_are_no_reports(text: str) -> None:
     with pytest.raises(ReportError, match="this text is not an audit report: "):
         AuditReport.from_json(text)
@@ -236,21 +194,11 @@ def test_a_report_with_other_fields_has_to_be_saved_again() -> None:
     ("path", "value"),
     [
         (("target",), "cuda:h900:8"),
-        (("target",), 3),
-        (("arrays",), [3]),
-        (("arrays", 0, "shape"), 3),
         (("arrays", 0, "extra"), 3),
-        (("collectives", 0, "times"), 12),
-        (("collectives", 0, "stack"), ["model.py:3"]),
-        (("modules",), None),
-        (("memory",), 1024),
         (("memory", "extra"), 1024),
-        (("flops_by_dtype",), 3),
-        (("time",), 0.3),
         (("findings", 0, "severity"), "bad"),
-        (("findings", 0, "message"), None),
-        (("hardware",), {}),
         (("hardware", "memory_bytes"), -1),
+        *((("flags",), flags) for flags in (0.0, None, [1], "x", {"a": 1}, {"a": {}})),
     ],
 )
 def test_a_report_that_was_edited_wrongly_is_refused(path: tuple[Any, ...], value: Any) -> None:
@@ -294,10 +242,3 @@ def test_a_report_error_is_a_value_error() -> None:
     assert issubclass(ReportError, ValueError)
     error = ReportError("a text")
     assert str(pickle.loads(pickle.dumps(error))) == "a text"
-
-
-@pytest.mark.parametrize("flags", [0.0, None, [1], "x", {"a": 1}, {"a": {}}])
-def test_flags_that_are_not_texts_by_name_are_refused(flags: Any) -> None:
-    data = {**json.loads(REPORT.to_json()), "flags": flags}
-    with pytest.raises(ReportError, match="flags"):
-        AuditReport.from_json(json.dumps(data))

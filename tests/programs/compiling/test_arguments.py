@@ -17,15 +17,11 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.core.errors import ConfigTypeError, TreeError
 from shardrules.programs.compiling.arguments import Argument, read_arguments, result_shardings
-from tests.programs.audits.audited import findings_of
+from tests.programs.audits.audited import f32, findings_of
 
 MESH = sr.create_mesh("data:4,model:2")
 SHAPE = sr.mesh_shape("data:4,model:2")
 OTHER = sr.create_mesh("rows:8")
-
-
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 PARAMS = {"w": f32(8, 16), "b": f32(16)}
@@ -271,20 +267,17 @@ def test_equal_layers_are_one_finding() -> None:
     assert (finding.path, finding.count) == ("params/*", 3)
 
 
-def test_an_unsound_plan_is_refused_with_its_findings() -> None:
-    findings = refused(
-        PARAMS, f32(8), plan=sr.RegexShardingRule([("w", P("dta")), ("b", P("modle"))]).plan(PARAMS, SHAPE)
-    )
-    assert [(finding.code, finding.axis) for finding in findings] == [
-        ("unknown-axis", "modle"),
-        ("unknown-axis", "dta"),
-    ]
-
-
-def test_a_typo_in_a_rule() -> None:
-    (finding,) = refused(PARAMS, f32(8), in_shardings=(sr.RegexShardingRule([("w", P("dta"))]), None))
-    assert (finding.code, finding.axis) == ("unknown-axis", "dta")
-    assert "did you mean 'data'" in finding.message
+@pytest.mark.parametrize(
+    ("options", "axes"),
+    [
+        ({"plan": sr.RegexShardingRule([("w", P("dta")), ("b", P("modle"))]).plan(PARAMS, SHAPE)}, ["modle", "dta"]),
+        ({"in_shardings": (sr.RegexShardingRule([("w", P("dta"))]), None)}, ["dta"]),
+    ],
+)
+def test_plans_and_rules_with_typos_are_refused_with_their_findings(options: Any, axes: list[str]) -> None:
+    findings = refused(PARAMS, f32(8), **options)
+    assert [(finding.code, finding.axis) for finding in findings] == [("unknown-axis", axis) for axis in axes]
+    assert "did you mean 'data'" in findings[-1].message
 
 
 def test_an_array_on_another_mesh() -> None:

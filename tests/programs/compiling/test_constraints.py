@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.core.source import user_line
 from shardrules.programs.compiling.constraints import find_constraints, weakened_constraints
-from shardrules.programs.jaxprs.walk import equations
 
 MESH = sr.create_mesh("data:4,model:2")
 SIZES = {"data": 4, "model": 2}
@@ -50,36 +49,26 @@ def test_constraints_are_found_wherever_they_are(name: str) -> None:
     assert user_line(stack).startswith(f"{__file__}:")
 
 
+def constraints(fn: Any, x: Any, mesh: Any = MESH) -> list[tuple[tuple[int, ...], P]]:
+    with jax.set_mesh(mesh):
+        program = jax.make_jaxpr(fn)(x)
+    return [(shape, spec) for shape, spec, _ in find_constraints(program)]
+
+
 def test_a_batch_in_front_takes_part() -> None:
-    with jax.set_mesh(MESH):
-        program = jax.make_jaxpr(jax.vmap(once))(jnp.ones((3, 16, 32)))
-    ((shape, spec, _),) = find_constraints(program)
-    assert shape == (3, 16, 32)
-    assert spec[1] == "data"
+    ((shape, spec),) = constraints(jax.vmap(once), jnp.ones((3, 16, 32)))
+    assert (shape, spec[1]) == ((3, 16, 32), "data")
 
 
 def test_gradients_are_constrained_as_their_values() -> None:
-    with jax.set_mesh(MESH):
-        program = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(once(x * 2) ** 2)))(X)
-    assert [spec for _, spec, _ in find_constraints(program)] == [P("data"), P("data")]
+    assert constraints(jax.grad(lambda x: jnp.sum(once(x * 2) ** 2)), X) == [((16, 32), P("data"))] * 2
+    assert constraints(lambda x: jnp.tanh(x) @ x.T, X) == []
 
 
 def test_explicit_meshes_have_them_too() -> None:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    with jax.set_mesh(mesh):
-        program = jax.make_jaxpr(lambda x: jax.sharding.reshard(x, P(None, "model")))(X)
-    assert [(shape, spec) for shape, spec, _ in find_constraints(program)] == [((16, 32), P(None, "model"))]
-
-
-def test_without_constraints_none_are_found() -> None:
-    assert list(find_constraints(jax.make_jaxpr(lambda x: jnp.tanh(x) @ x.T)(X))) == []
-
-
-def test_all_equations_are_walked() -> None:
-    def nested(x: Any) -> Any:
-        return lax.scan(lambda c, _: (jax.jit(jnp.tanh)(c), None), x, None, length=3)[0]
-
-    assert "tanh" in [equation.primitive.name for equation in equations(jax.make_jaxpr(nested)(X))]
+    moved = constraints(lambda x: jax.sharding.reshard(x, P(None, "model")), X, mesh)
+    assert moved == [((16, 32), P(None, "model"))]
 
 
 @pytest.mark.parametrize(

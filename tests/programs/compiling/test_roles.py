@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import attrs
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -20,16 +19,9 @@ import shardrules as sr
 from shardrules.core.errors import ConfigError, TreeError
 from shardrules.programs.compiling.arguments import read_arguments
 from shardrules.programs.compiling.roles import BATCH, PARAMETERS, STATE, read_roles
+from tests.programs.audits.audited import f32, i32
 
 MESH = sr.mesh_shape("data:4,model:2")
-
-
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def i32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def step(a: Any, b: Any, c: Any, d: Any) -> Any:
@@ -299,11 +291,3 @@ def test_names_of_arguments_do_not_matter(kind: str) -> None:
 def test_numbers_and_texts_have_no_role() -> None:
     arguments = read_arguments(step_of_any, (PARAMS, 3, "relu", None, f32(16, 8)), MESH)
     assert len(read_roles(arguments)) == len(arguments.arrays) == 7
-
-
-def test_roles_are_alike_for_equal_arguments() -> None:
-    """The same arguments twice, the second time in values that are equal and not the same."""
-    args = PARAMS, state_of("adam", PARAMS), i32(16, 8)
-    again = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    assert read_roles(read_arguments(step, args, MESH)) == read_roles(read_arguments(step, again, MESH))
-    assert attrs.evolve(read_arguments(step, args, MESH)).owners == read_arguments(step, again, MESH).owners

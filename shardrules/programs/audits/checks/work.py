@@ -36,7 +36,6 @@ def check_repeated_work(function: TracedFunction) -> Iterator[Finding]:
 
 
 def _repeated(flops_by_line: Mapping[str, tuple[int, int]]) -> list[str]:
-    """The lines whose matmuls several devices repeat."""
     return [
         line
         for line, (model_flops, device_flops) in flops_by_line.items()

@@ -5,9 +5,8 @@ Each function returns what to audit, with the accident if `is_bad`.
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any
 
-import attrs
 import jax
 import jax.numpy as jnp
 import optax
@@ -17,8 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec as P
 
-from shardrules.programs.audits.report import AuditReport
-from tests.programs.audits.audited import audit, con, f32, i32
+from tests.programs.audits.audited import Program, con, cross_entropy, f32, i32
 
 BF16, F8 = jnp.bfloat16, jnp.float8_e4m3fn
 
@@ -27,58 +25,35 @@ def bf16(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, BF16)
 
 
-@final
-@attrs.frozen(eq=False)
-class Step:
-    """A function to audit, with its arguments, mesh and options."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    axes: str
-    options: Mapping[str, Any]
-
-    def audit(self, target: str) -> AuditReport:
-        return audit(self.fn, *self.args, axes=self.axes, target=target, **self.options)
+MODEL, TRAINED = ("parameters", "batch"), ("parameters", "optimizer state", "batch")
 
 
-def _options(*in_shardings: Any, out: Any = None, roles: Any = None) -> Mapping[str, Any]:
-    return {"in_shardings": in_shardings, "out_shardings": out, "roles": roles}
-
-
-def head(is_bad: bool, target: str) -> Step:
+def head(is_bad: bool, target: str) -> Program:
     """A head whose rows are split over an axis that does not split the batch, or whose columns are."""
 
     def step(head: Any, x: Any, labels: Any) -> Any:
-        def loss(head: Any, x: Any) -> Any:
-            logits = jnp.einsum("bse,ev->bsv", x, head)
-            picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
-            return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
-
-        return jax.value_and_grad(loss, (0, 1))(head, x)
+        return jax.value_and_grad(lambda head, x: cross_entropy(x @ head, labels), (0, 1))(head, x)
 
     specs = (P("tensor"), P("data", None, "tensor")) if is_bad else (P(None, "tensor"), P("data"))
-    options = _options(*specs, P("data"), out=(None, specs), roles=("parameters", "batch", "batch"))
-    return Step(step, (f32(256, 8192), f32(16, 128, 256), i32(16, 128)), "data:4,tensor:2", options)
+    args, roles = (f32(256, 8192), f32(16, 128, 256), i32(16, 128)), ("parameters", "batch", "batch")
+    return Program(step, args, (*specs, P("data")), "data:4,tensor:2", out=(None, specs), roles=roles)
 
 
-def head_over_batch(is_bad: bool, target: str) -> Step:
+def head_over_batch(is_bad: bool, target: str) -> Program:
     """A head whose rows are split over the axis of the batch, and logits that nothing keeps on that axis."""
 
     def step(head: Any, x: Any, labels: Any) -> Any:
-        def loss(head: Any, x: Any) -> Any:
-            logits = jnp.einsum("bse,ev->bsv", x, head)
-            logits = logits if is_bad else con(logits, "fsdp")
-            picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
-            return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+        def loss(head: Any) -> Any:
+            return cross_entropy(x @ head if is_bad else con(x @ head, "fsdp"), labels)
 
-        return jax.value_and_grad(loss)(head, x)
+        return jax.value_and_grad(loss)(head)
 
     x = P(None, None, "fsdp") if is_bad else P("fsdp")
-    options = _options(P("fsdp"), x, P("fsdp"), out=(None, P("fsdp")), roles=("parameters", "batch", "batch"))
-    return Step(step, (f32(256, 4096), f32(16, 64, 256), i32(16, 64)), "fsdp:8", options)
+    args, roles = (f32(256, 4096), f32(16, 64, 256), i32(16, 64)), ("parameters", "batch", "batch")
+    return Program(step, args, (P("fsdp"), x, P("fsdp")), "fsdp:8", out=(None, P("fsdp")), roles=roles)
 
 
-def regathered(is_bad: bool, target: str) -> Step:
+def regathered(is_bad: bool, target: str) -> Program:
     """Layers under remat with few tokens on a device, or with many."""
 
     def layer(x: Any, w: Any) -> Any:
@@ -88,11 +63,12 @@ def regathered(is_bad: bool, target: str) -> Step:
         return jnp.mean(lax.scan(jax.checkpoint(layer, prevent_cse=False), x, w)[0].astype(jnp.float32))
 
     few, many, array = {"cpu": (16, 2**12, f32), "cud": (256, 2**17, bf16)}.get(target[:3], (256, 2**15, bf16))
-    options = _options(P(None, "shard"), P("shard"), out=P(None, "shard"))
-    return Step(jax.grad(loss), (f32(8, 1024, 1024), array(few if is_bad else many, 1024)), "shard:8", options)
+    args = (f32(8, 1024, 1024), array(few if is_bad else many, 1024))
+    specs = (P(None, "shard"), P("shard"))
+    return Program(jax.grad(loss), args, specs, "shard:8", out=P(None, "shard"))
 
 
-def narrow(is_bad: bool, target: str) -> Step:
+def narrow(is_bad: bool, target: str) -> Program:
     """A projection of heads whose last dimension is split into rows of 256 bytes, or whose first is split."""
 
     def step(w: Any, x: Any) -> Any:
@@ -102,11 +78,10 @@ def narrow(is_bad: bool, target: str) -> Step:
         return w - jax.grad(loss)(w)
 
     spec = P(None, None, "fsdp") if is_bad else P("fsdp")
-    options = _options(spec, P("fsdp"), out=spec, roles=("parameters", "batch"))
-    return Step(step, (f32(64, 64, 512), f32(8, 16, 64, 64)), "fsdp:8", options)
+    return Program(step, (f32(64, 64, 512), f32(8, 16, 64, 64)), (spec, P("fsdp")), "fsdp:8", out=spec, roles=MODEL)
 
 
-def small(is_bad: bool, target: str) -> Step:
+def small(is_bad: bool, target: str) -> Program:
     """A hundred small arrays, all of them split, or whole."""
 
     def step(scales: Any, x: Any) -> Any:
@@ -117,11 +92,10 @@ def small(is_bad: bool, target: str) -> Step:
         return x
 
     spec = P("fsdp") if is_bad else P()
-    options = _options(spec, P("fsdp"), out=P("fsdp"), roles=("parameters", "batch"))
-    return Step(step, ([f32(1024)] * 128, f32(64, 1024)), "fsdp:8", options)
+    return Program(step, ([f32(1024)] * 128, f32(64, 1024)), (spec, P("fsdp")), "fsdp:8", out=P("fsdp"), roles=MODEL)
 
 
-def kernel(is_bad: bool, target: str) -> Step:
+def kernel(is_bad: bool, target: str) -> Program:
     """A kernel that XLA cannot split, called as it is, or inside of shard_map."""
 
     def call(x: Any) -> Any:
@@ -143,11 +117,10 @@ def kernel(is_bad: bool, target: str) -> Step:
         split = jax.shard_map(call, in_specs=P("batch"), out_specs=P("batch"), check_vma=False)
         return con((call if is_bad else split)(y), "batch")  # <kernel>
 
-    options = _options(P(), P("batch"), out=P("batch"), roles=("parameters", "batch"))
-    return Step(step, (f32(64, 64), f32(512, 64, 64)), "batch:8", options)
+    return Program(step, (f32(64, 64), f32(512, 64, 64)), (P(), P("batch")), "batch:8", out=P("batch"), roles=MODEL)
 
 
-def names(is_bad: bool, target: str) -> Step:
+def names(is_bad: bool, target: str) -> Program:
     """A policy that saves by name, where an array has the name, or a slightly different one."""
     policy = jax.checkpoint_policies.save_only_these_names("hiden" if is_bad else "hidden")
 
@@ -159,10 +132,10 @@ def names(is_bad: bool, target: str) -> Step:
         return jnp.mean(lax.scan(jax.checkpoint(layer, policy=policy), x, w)[0])
 
     weights = (f32(4, 512, 1024), f32(4, 1024, 512))
-    return Step(jax.grad(loss), (weights, f32(2048, 512)), "data:8", _options(P(), P("data"), out=P()))
+    return Program(jax.grad(loss), (weights, f32(2048, 512)), (P(), P("data")), "data:8", out=P())
 
 
-def muon(is_bad: bool, target: str) -> Step:
+def muon(is_bad: bool, target: str) -> Program:
     """Newton-Schulz on matrices that are split by rows, or on a stack that is split by matrix."""
     numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
     optimizer = optax.contrib.muon(1e-3) if is_bad else optax.contrib.muon(1e-3, muon_weight_dimension_numbers=numbers)
@@ -181,11 +154,10 @@ def muon(is_bad: bool, target: str) -> Step:
     params = {f"w{index}": f32(256, 256) for index in range(8)} if is_bad else f32(8, 256, 256)
     state = jax.eval_shape(optimizer.init, params)
     specs = jax.tree.map(lambda array: P("data") if len(array.shape) > 1 else P(), (params, state))
-    roles = ("parameters", "optimizer state", "batch")
-    return Step(step, (params, state, f32(256, 256)), "data:8", _options(*specs, P("data"), out=specs, roles=roles))
+    return Program(step, (params, state, f32(256, 256)), (*specs, P("data")), "data:8", out=specs, roles=TRAINED)
 
 
-def microbatches(is_bad: bool, target: str, stacks: bool = False) -> Step:
+def microbatches(is_bad: bool, target: str, stacks: bool = False) -> Program:
     """Gradients that are summed over devices for each of four microbatches, or once."""
 
     def loss(w: Any, x: Any) -> Any:
@@ -206,44 +178,43 @@ def microbatches(is_bad: bool, target: str, stacks: bool = False) -> Step:
 
     specs = (P("data"), P(None, "data"))
     once = jax.shard_map(of_device, in_specs=specs, out_specs=P("data"), check_vma=False)
-    options = _options(*specs, out=P("data"), roles=("parameters", "batch"))
-    return Step(accumulated if is_bad else once, (f32(1024, 1024), f32(4, 256, 1024)), "data:8", options)
+    args = (f32(1024, 1024), f32(4, 256, 1024))
+    return Program(accumulated if is_bad else once, args, specs, "data:8", out=P("data"), roles=MODEL)
 
 
-def stacked_microbatches(is_bad: bool, target: str) -> Step:
+def stacked_microbatches(is_bad: bool, target: str) -> Program:
     """The same gradients, which are stacked and added up in the end."""
     return microbatches(is_bad, target, stacks=True)
 
 
-def float8(is_bad: bool, target: str) -> Step:
+def _product(step: Callable[[Any, Any], Any], weights: Any, axis: str) -> Program:
+    specs = (P(axis), P(axis))
+    return Program(step, (weights, bf16(512, 4096)), specs, f"{axis}:8", out=P(axis), roles=MODEL)
+
+
+def float8(is_bad: bool, target: str) -> Program:
     """A weight that is scaled and cast to 8 bits after it is gathered, or before."""
 
     def step(w: Any, x: Any) -> Any:
         scale = jnp.max(jnp.abs(w)) / 448
-        if is_bad:
-            narrow = (con(w) / scale).astype(F8)  # <cast>
-        else:
-            narrow = con(con((w / scale).astype(F8), "fsdp"))
+        narrow = (con(w) / scale).astype(F8) if is_bad else con(con((w / scale).astype(F8), "fsdp"))
         return con(x @ narrow.astype(BF16), "fsdp") * scale
 
-    options = _options(P("fsdp"), P("fsdp"), out=P("fsdp"), roles=("parameters", "batch"))
-    return Step(step, (bf16(4096, 4096), bf16(512, 4096)), "fsdp:8", options)
+    return _product(step, bf16(4096, 4096), "fsdp")
 
 
-def quantised(is_bad: bool, target: str) -> Step:
+def quantised(is_bad: bool, target: str) -> Program:
     """A weight that is rounded to 8 bits, and gathered after it is widened again, or before."""
 
     def step(w: Any, x: Any) -> Any:
         scale = jnp.max(jnp.abs(w), axis=1, keepdims=True) / 448
         narrow = con((w / scale).astype(F8), "fsdp")
-        wide = (narrow if is_bad else con(narrow)).astype(BF16) * scale  # <cast>
-        return con(x @ con(wide), "fsdp")
+        return con(x @ con((narrow if is_bad else con(narrow)).astype(BF16) * scale), "fsdp")
 
-    options = _options(P("fsdp"), P("fsdp"), out=P("fsdp"), roles=("parameters", "batch"))
-    return Step(step, (bf16(4096, 4096), bf16(512, 4096)), "fsdp:8", options)
+    return _product(step, bf16(4096, 4096), "fsdp")
 
 
-def bfloat16(is_bad: bool, target: str) -> Step:
+def bfloat16(is_bad: bool, target: str) -> Program:
     """A float32 weight that is scaled and cast to bfloat16 after it is gathered, or before."""
 
     def step(w: Any, x: Any) -> Any:
@@ -251,11 +222,10 @@ def bfloat16(is_bad: bool, target: str) -> Step:
         narrow = (con(w) / scale).astype(BF16) if is_bad else con(con((w / scale).astype(BF16), "rows"))
         return con(x @ narrow, "rows")
 
-    options = _options(P("rows"), P("rows"), out=P("rows"), roles=("parameters", "batch"))
-    return Step(step, (f32(4096, 4096), bf16(512, 4096)), "rows:8", options)
+    return _product(step, f32(4096, 4096), "rows")
 
 
-def zero(is_bad: bool, target: str) -> Step:
+def zero(is_bad: bool, target: str) -> Program:
     """Adam's state, constrained in the step to be split over the batch, and whole where it comes in, or split."""
     optimizer = optax.adam(1e-3)
 
@@ -268,11 +238,12 @@ def zero(is_bad: bool, target: str) -> Step:
     params = {"w": f32(1024, 1024)}
     state = jax.eval_shape(optimizer.init, params)
     specs = jax.tree.map(lambda array: P("data") if array.shape and not is_bad else P(), state)
-    options = _options(P(), specs, P("data"), out=(P(), None), roles=("parameters", "optimizer state", "batch"))
-    return Step(step, (params, state, f32(512, 1024)), "data:8", options)
+    return Program(
+        step, (params, state, f32(512, 1024)), (P(), specs, P("data")), "data:8", out=(P(), None), roles=TRAINED
+    )
 
 
-def table(is_bad: bool, target: str) -> Step:
+def table(is_bad: bool, target: str) -> Program:
     """Rotary angles that every layer computes, or that are an argument of the step."""
 
     def angles(length: int, size: int) -> Any:
@@ -292,11 +263,12 @@ def table(is_bad: bool, target: str) -> Step:
         return lax.scan(body, x, weights)[0]
 
     tables = (f32(8192, 64), f32(8192, 64))
-    options = _options(P(), P("data"), P(), out=P("data"), roles=("parameters", "batch", "parameters"))
-    return Step(step, (f32(16, 128, 128), f32(8, 8192, 128), tables), "data:8", options)
+    args = (f32(16, 128, 128), f32(8, 8192, 128), tables)
+    specs = (P(), P("data"), P())
+    return Program(step, args, specs, "data:8", out=P("data"), roles=("parameters", "batch", "parameters"))
 
 
-ACCIDENTS: Mapping[Callable[[bool, str], Step], str] = MappingProxyType(
+ACCIDENTS: Mapping[Callable[[bool, str], Program], str] = MappingProxyType(
     {
         head: "partial-sums",
         head_over_batch: "partial-sums",

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.programs.audits.audited import Program
 from tests.programs.audits.checks import accidents
-from tests.programs.audits.checks.accidents import ACCIDENTS, Step
+from tests.programs.audits.checks.accidents import ACCIDENTS
 from tests.programs.examples import CPU, CUDA, TPU
 
 COST = re.compile(r"modelled [\d.,]+ (ms|µs), [\d.e+-]+ % of the step")
@@ -33,7 +34,7 @@ def ids(value: object) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fn", "target"), CASES, ids=ids)
-def test_an_accident_is_a_warning_and_its_twin_has_none(fn: Callable[[bool, str], Step], target: str) -> None:
+def test_an_accident_is_a_warning_and_its_twin_has_none(fn: Callable[[bool, str], Program], target: str) -> None:
     code = ACCIDENTS[fn]
     report = fn(True, target).audit(target)
     findings = [finding for finding in report.findings if finding.code == code and finding.severity == "warning"]

@@ -26,14 +26,16 @@ SQUARE = """
   %sum = f32[64] add(%carried, %part)
 """
 
-STACK = """HloModule m, num_partitions=8
-
-%plus (a: f32[], b: f32[]) -> f32[] {
+PLUS = """%plus (a: f32[], b: f32[]) -> f32[] {
   %a = f32[] parameter(0)
   %b = f32[] parameter(1)
   ROOT %add = f32[] add(%a, %b)
 }
+"""
 
+STACK = """HloModule m, num_partitions=8
+
+PLUS
 %most (a.1: f32[], b.1: f32[]) -> f32[] {
   %a.1 = f32[] parameter(0)
   %b.1 = f32[] parameter(1)
@@ -78,12 +80,7 @@ SUM = "  ROOT %result = f32[64] reduce(%stacked, %none), dimensions={0}, to_appl
 
 LOOP = """HloModule m, num_partitions=8
 
-%plus (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %add = f32[] add(%a, %b)
-}
-
+PLUS
 %body (s: (s32[], f32[64], f32[64])) -> (s32[], f32[64], f32[64]) {
   %s = (s32[], f32[64], f32[64]) parameter(0)
   %i = s32[] get-tuple-element(%s), index=0
@@ -138,7 +135,7 @@ def test_stacks_of_which_only_the_sum_is_used_are_totals(end: str, count: int) -
 
 
 def findings(text: str) -> list[sr.Finding]:
-    program = read_program(text)
+    program = read_program(text.replace("PLUS\n", PLUS))
     target = Target.parse("cpu:8")
     collectives = find_collectives(program, sr.create_mesh("data:8"), target)
     movement: Any = SimpleNamespace(

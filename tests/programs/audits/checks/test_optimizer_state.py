@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import shardrules as sr
+from tests.programs.audits.audited import Program, f32
 
-W = jax.ShapeDtypeStruct((64, 512), "float32")
-X = jax.ShapeDtypeStruct((128, 64), "float32")
+W, X = f32(64, 512), f32(128, 64)
 SPLIT = P("data")
 
 
@@ -31,10 +30,10 @@ def constrained(p: Any, state: Any, x: Any) -> tuple[Any, Any]:
     return p, {"m": {"w": jax.lax.with_sharding_constraint(m["w"], SPLIT)}, "v": v}
 
 
-def left_whole(step: Any, *args: Any, **options: Any) -> dict[str, str]:
+def left_whole(step: Any, *args: Any, in_shardings: Any, out_shardings: Any) -> dict[str, str]:
     """What is asked of each array that is left whole."""
     roles = ("parameters", *["optimizer state"] * (len(args) - 2), "batch")
-    report = sr.audit(step, *args, mesh=sr.mesh_shape("data:4"), target="cpu", roles=roles, **options)
+    report = Program(step, args, in_shardings, "data:4", out_shardings, roles).audit("cpu:4")
     findings = [finding for finding in report.findings if finding.code == "state-left-whole"]
     return {finding.path: finding.message.partition(":")[0] for finding in findings}
 
@@ -98,15 +97,8 @@ def test_arrays_with_one_cause_are_one_finding() -> None:
         return q, {"m": m, "v": v}
 
     state = {"m": {"w": W}, "v": {"w": W}}
-    report = sr.audit(
-        step,
-        *({"w": W}, state, X),
-        mesh=sr.mesh_shape("data:4"),
-        target="cpu",
-        roles=("parameters", "optimizer state", "batch"),
-        in_shardings=(P(), P(), SPLIT),
-        out_shardings=(P(), SPLIT),
-    )
+    args, roles = ({"w": W}, state, X), ("parameters", "optimizer state", "batch")
+    report = Program(step, args, (P(), P(), SPLIT), "data:4", (P(), SPLIT), roles).audit("cpu:4")
     (finding,) = [finding for finding in report.findings if finding.code == "state-left-whole"]
     assert (finding.path, finding.count, finding.shape) == ("state/*/w", 2, (64, 512))
     assert "every device has 256.0 KiB of it in place of 64.0 KiB" in finding.message

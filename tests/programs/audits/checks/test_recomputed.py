@@ -9,8 +9,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.programs.audits.audited import Program, f32
 
-UP, DOWN, X = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((2, 64, 128), (2, 128, 64), (512, 64)))
+UP, DOWN, X = f32(2, 64, 128), f32(2, 128, 64), f32(512, 64)
 
 
 def audit(*names: str, scanned: bool) -> tuple[sr.reports.AuditReport, list[sr.Finding]]:
@@ -28,15 +29,7 @@ def audit(*names: str, scanned: bool) -> tuple[sr.reports.AuditReport, list[sr.F
             x, _ = kept(x, (w[0][index], w[1][index]))
         return jnp.mean(x**2)
 
-    report = sr.audit(
-        jax.grad(loss),
-        (UP, DOWN),
-        X,
-        mesh=sr.mesh_shape("data:4"),
-        target="cpu",
-        in_shardings=(P(), P("data")),
-        out_shardings=P(),
-    )
+    report = Program(jax.grad(loss), ((UP, DOWN), X), (P(), P("data")), "data:4", P()).audit("cpu:4")
     return report, [finding for finding in report.findings if finding.code == "unmatched-names"]
 
 

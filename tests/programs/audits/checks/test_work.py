@@ -13,6 +13,8 @@ from shardrules.programs.audits.timing import Timing
 from shardrules.programs.compiled.flops import find_matmuls
 from shardrules.programs.compiled.program import read_program
 from shardrules.programs.compiled.text import ArrayType
+from tests.programs.audits.audited import Program, f32
+from tests.programs.audits.checks.accidents import MODEL
 
 GRAM = """HloModule m, num_partitions=8
 
@@ -58,15 +60,10 @@ def test_sums_for_an_update_are_counted_once() -> None:
         gram = gradient @ gradient.T
         return w - gram @ gradient
 
-    array = jax.ShapeDtypeStruct
-    report = sr.audit(
-        step,
-        *(array((128, 512), jnp.float32), array((2048, 128), jnp.float32)),
-        mesh=sr.create_mesh("data:8"),
-        in_shardings=(P(None, "data"), P("data")),
-        out_shardings=P(None, "data"),
-        roles=("parameters", "batch"),
+    program = Program(
+        step, (f32(128, 512), f32(2048, 128)), (P(None, "data"), P("data")), "data:8", P(None, "data"), MODEL
     )
+    report = program.audit("cpu:8")
     (gram,) = [collective for collective in report.collectives if "f32[128,128]" in map(str, collective.arrays)]
     findings = [finding for finding in report.findings if "f32[128,128]" in finding.message]
     assert [finding.code for finding in findings] == ["replicated-update"]
