@@ -38,8 +38,7 @@ from shardrules.checkpoints.checksums import (
     unknown_sums,
 )
 from shardrules.checkpoints.leaves import NUMBERS, SavedLeaf
-from shardrules.checkpoints.tensor_file import read_into
-from shardrules.checkpoints.tensor_writer import local_parts, write_at, write_tensor
+from shardrules.checkpoints.tensor_file import local_parts, read_into, write_at, write_tensor
 from shardrules.core.errors import CheckpointError, DisagreementError
 from shardrules.core.jax_state import process_count, process_id
 from shardrules.core.storage.files import open_regular

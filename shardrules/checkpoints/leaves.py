@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from shardrules.core.errors import CheckpointError, ConfigError, ConfigTypeError, TreeError, printable, shown
+from shardrules.core.errors import CheckpointError, ConfigTypeError, TreeError, printable, shown
 from shardrules.core.finding import Finding, listing, merged
 from shardrules.core.jax_state import under_trace
 from shardrules.core.keys import is_key
@@ -55,15 +55,6 @@ def refuse(what: str, findings: Sequence[Finding], undone: str = "loaded, and no
     """Raises one `CheckpointError` that lists all findings, if there are any; `what` names the caller and the file."""
     if findings:
         raise CheckpointError(f"{what} cannot be {undone}:\n{listing(merged(findings))}")
-
-
-def check_flags(caller: str, surplus: Any = "error", **flags: Any) -> None:
-    """Refuses options of a loader that it does not have: text, such as `"no"`, would count as true."""
-    if surplus not in ("error", "skip"):
-        raise ConfigError(f"{caller}: surplus must be 'error' or 'skip', got {shown(surplus)}")
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ConfigError(f"{caller}: {name} must be True or False, got {shown(value)}")
 
 
 def is_unicode(name: str) -> bool:

@@ -5,11 +5,12 @@ wrong before anything is read or written, and replaces an old checkpoint at once
 """
 
 import collections
+import functools
 import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -33,14 +34,12 @@ from shardrules.checkpoints.commit import (
 from shardrules.checkpoints.leaves import (
     PYTHON_TYPES,
     RequestedLeaf,
-    check_flags,
     name_findings,
     refuse,
-    requested_leaves,
     saved_leaves,
-    with_values,
 )
-from shardrules.checkpoints.names import Names, StoredArray, match, name_function
+from shardrules.checkpoints.load import load
+from shardrules.checkpoints.names import Contents, Name, Names, StoredArray, name_function, requested_names
 from shardrules.core.axes import AnyMesh
 from shardrules.core.boxes import plain_trees
 from shardrules.core.errors import CheckpointError
@@ -48,7 +47,6 @@ from shardrules.core.finding import Finding
 from shardrules.core.jax_state import process_id
 from shardrules.core.storage.files import as_path
 from shardrules.core.tree import array_kind, leaf_paths
-from shardrules.placement.destination import resolve_destination
 from shardrules.placement.source import ArraySource
 from shardrules.rules.how import How
 
@@ -117,51 +115,50 @@ def load_orbax(
     assert state["step"] == 7 and state["w"].sharding.spec == P("data", "model")
     ```
     """
-    check_flags("load_orbax", surplus, cast=cast)
     orbax, folder = _import_orbax(path, "load_orbax")
-    destination = resolve_destination(like, how, mesh, caller="load_orbax")
-    leaves = requested_leaves(like, destination, "load_orbax")
-    title = f"load_orbax: {folder}"
     handler = orbax.PyTreeCheckpointHandler()
+
+    def contents(leaves: Sequence[RequestedLeaf]) -> Contents:
+        metadata = _metadata(handler, folder, f"load_orbax: {folder}")
+        stored, name_of = _stored_arrays(metadata), name_function(names, str, "load_orbax")
+        wanted = requested_names(leaves, stored, lambda path: _plain_name(stored, name_of(path)))
+        return Contents(stored, wanted, functools.partial(_read, handler, orbax, folder, metadata))
+
     try:
-        metadata = _metadata(handler, folder, title)
-        stored = _stored_arrays(metadata)
-        name_of = name_function(names, str, "load_orbax")
-        plain_name_of = lambda path: _plain_name(stored, name_of(path))  # noqa: E731
-        matches, findings = match(leaves, stored, names, plain_name_of, surplus=surplus, cast=cast)
-        refuse(title, findings)
-        values = [leaf.value for leaf in leaves]
-        rest = [(index, name) for index, name in enumerate(matches) if isinstance(name, str)]
-        # One restore reads each array once: a second one is for arrays that several leaves take.
-        while rest:
-            batch: dict[str, int] = {}
-            for index, name in rest:
-                batch.setdefault(name, index)
-            rest = [(index, name) for index, name in rest if batch[name] != index]
-            requested = {name: leaves[index] for name, index in batch.items()}
-            for name, value in _restore(handler, orbax, folder, metadata, requested, title).items():
-                values[batch[name]] = value
+        return load("load_orbax", folder, like, how, mesh, contents, names, surplus=surplus, cast=cast)
     finally:
         handler.close()
-    return with_values(destination, leaves, values)
 
 
-def _restore(
-    handler: Any, orbax: ModuleType, folder: Any, metadata: Any, requested: dict[str, RequestedLeaf], title: str
-) -> dict[str, Any]:
-    """Reads the requested arrays and Python values, by their names in the checkpoint."""
+def _read(
+    handler: Any,
+    orbax: ModuleType,
+    folder: Any,
+    metadata: Any,
+    leaves: Sequence[RequestedLeaf],
+    matches: Sequence[Name],
+) -> list[Any]:
+    """Reads what leaves take."""
     names, treedef = _leaf_names(metadata), jax.tree.structure(metadata)
-    items, options = zip(*(_request(requested.get(name), orbax) for name in names), strict=True)
-    arguments = orbax.args.PyTreeRestore(treedef.unflatten(items), treedef.unflatten(options))
-    try:
-        restored = jax.tree.leaves(handler.restore(folder, args=arguments))
-    except Exception as error:  # orbax has no narrower error for data that cannot be read
-        raise CheckpointError(f"{title}: orbax cannot read it: {error!s:.300}") from error
-    return {
-        name: value if requested[name].is_array else _python_value(value, requested[name])
-        for name, value in zip(names, restored, strict=True)
-        if name in requested
-    }
+    values = [leaf.value for leaf in leaves]
+    rest = [(index, name) for index, name in enumerate(matches) if isinstance(name, str)]
+    # One restore reads each array once: a second one is for arrays that several leaves take.
+    while rest:
+        batch: dict[str, int] = {}
+        for index, name in rest:
+            batch.setdefault(name, index)
+        rest = [(index, name) for index, name in rest if batch[name] != index]
+        requests = [_request(leaves[batch[name]] if name in batch else None, orbax) for name in names]
+        items, options = (treedef.unflatten(parts) for parts in zip(*requests, strict=True))
+        try:
+            restored = handler.restore(folder, args=orbax.args.PyTreeRestore(items, options))
+        except Exception as error:  # orbax has no narrower error for data that cannot be read
+            raise CheckpointError(f"load_orbax: {folder}: orbax cannot read it: {error!s:.300}") from error
+        for name, value in zip(names, jax.tree.leaves(restored), strict=True):
+            if name in batch:
+                leaf = leaves[batch[name]]
+                values[batch[name]] = value if leaf.is_array else _python_value(value, leaf)
+    return values
 
 
 def read_orbax_metadata(path: Any) -> dict[str, StoredArray]:

@@ -327,11 +327,11 @@ def test_each_process_reads_what_its_devices_hold(tmp_path: Path, whole_bytes: i
         from shardrules.checkpoints import safetensors, tensor_file
         transfer.WHOLE_BYTES = {whole_bytes}
         counts = []
-        plain = tensor_file._Reader._read_exactly
-        def count(reader, start, into):
-            counts.append(into.nbytes)
-            plain(reader, start, into)
-        tensor_file._Reader._read_exactly = count
+        plain = tensor_file.read_into
+        def count(file, offset, view, path):
+            counts.append(view.nbytes)
+            plain(file, offset, view, path)
+        tensor_file.read_into = count
         like = {{"rows": jax.ShapeDtypeStruct((64, 1024), jnp.float32), "all": jax.ShapeDtypeStruct((16,), jnp.int32)}}
         mesh = sr.create_mesh("data:4,model:2")
         found = safetensors.load_safetensors({str(tmp_path)!r}, like, {{"rows": P("data"), "all": P()}}, mesh)

@@ -85,13 +85,13 @@ def test_a_part_is_what_numpy_cuts(
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Offset and bytes of every read."""
     seen: list[tuple[int, int]] = []
-    plain = tensor_file._Reader._read_exactly
+    plain = tensor_file.read_into
 
-    def record(reader: Any, start: int, into: np.ndarray) -> None:
-        seen.append((start, into.nbytes))
-        plain(reader, start, into)
+    def record(file: int, offset: int, view: memoryview, path: Path) -> None:
+        seen.append((offset - len(HEAD), view.nbytes))
+        plain(file, offset, view, path)
 
-    monkeypatch.setattr(tensor_file._Reader, "_read_exactly", record)
+    monkeypatch.setattr(tensor_file, "read_into", record)
     return seen
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.checkpoints import boxes, tensor_writer
+from shardrules.checkpoints import boxes, tensor_file
 from shardrules.checkpoints.checksums import UNKNOWN, block_sums
 from shardrules.checkpoints.leaves import saved_leaves
-from shardrules.checkpoints.tensor_writer import local_parts, write_tensor
+from shardrules.checkpoints.tensor_file import local_parts, write_tensor
 
 BLOCK = 64  # smaller than in files
 SPECS = [
@@ -54,7 +54,7 @@ def test_a_sharded_array_is_written_whole(
     # Whether runs count as long decides how parts are written; small blocks end in the middle of boxes.
     monkeypatch.setattr(boxes, "_LONG_BYTES", long_bytes)
     monkeypatch.setattr(boxes, "BLOCK_BYTES", 300)
-    monkeypatch.setattr(tensor_writer, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 300)
     array = np.arange(16 * 8 * 8, dtype=np.int32).reshape(16, 8, 8)
     placed = sr.filter_shard(array, spec, sr.create_mesh("data:4,model:2"))
     assert written(tmp_path / "file", placed) == array.tobytes()
@@ -94,7 +94,7 @@ def test_replicas_are_written_once_and_by_one_process() -> None:
 
 
 def test_sources_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_writer, "_SOURCE_BYTES", 100)
+    monkeypatch.setattr(tensor_file, "_SOURCE_BYTES", 100)
     rows = np.arange(70, dtype=np.float32).reshape(14, 5)
     reads = []
 
