@@ -290,7 +290,7 @@ def save_equinox(path: Any, tree: Any, *, timeout: float = 1800) -> None:
         refuse(saving.title, findings, "saved, and nothing was written")
         return SavePlan(leaves, str(target), lambda _: [_layout(target, leaves)], re.escape(target.name))
 
-    saving.write_files(plan)
+    saving.save(plan)
 
 
 def _layout(target: Path, leaves: Sequence[SavedLeaf]) -> FileLayout:

@@ -18,19 +18,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from shardrules.checkpoints.commit import (
-    SavePlan,
-    Saving,
-    forget,
-    make_folders,
-    remove_folders,
-    remove_leftover_folders,
-    remove_leftovers,
-    replace_folder,
-    replaced_folder,
-    short_name,
-    temporary_name,
-)
+from shardrules.checkpoints.commit import SavePlan, Saving, replaced_folder
 from shardrules.checkpoints.leaves import (
     PYTHON_TYPES,
     RequestedLeaf,
@@ -288,7 +276,8 @@ def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
     ```
     """
     orbax, folder = _import_orbax(path, "save_orbax")
-    saving = Saving(f"save_orbax: {folder}", timeout)
+    title = f"save_orbax: {folder}"
+    is_local = "://" not in str(folder)
 
     def plan() -> SavePlan:
         leaves, findings = saved_leaves(tree, "save_orbax", _unsupported)
@@ -305,47 +294,31 @@ def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
         values = zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
         names = [(path, path.replace("/", ".")) for path, value in values if _value(value) is not None]
         findings += name_findings(names, "Rename a key of the tree: orbax joins keys with dots")
-        refuse(saving.title, findings, "saved, and nothing was written")
-        return SavePlan(leaves, str(folder))
+        refuse(title, findings, "saved, and nothing was written")
+        # Another process may not see yet what the first one has just changed.
+        if process_id() == 0:
+            _check_replaceable(folder, title, is_local)
+        own_names = re.escape(folder.name)
+        return SavePlan(
+            leaves, str(folder), own_names=own_names, folder=Path(folder) if is_local else None, write=write
+        )
 
-    _, _, token, _ = saving.agree_on(plan)
-    is_local = "://" not in str(folder)
-    # Beside the old one: a name changes at once only within a file system.
-    target = temporary_name(Path(folder), token) if is_local else folder
-    folders: list[Path] = []
-
-    def prepare() -> None:
-        if not is_local and folder.exists():
-            raise CheckpointError(f"{saving.title} exists already: save each step in a folder of its own")
-        if is_local:
-            folders.extend(make_folders(Path(folder).parent))
-            remove_leftover_folders(Path(folder))
-            _check_replaceable(Path(folder), saving.title)
-            forget(Path(folder).rglob("*"))
-
-    def write() -> None:
+    def write(temporary: Path | None) -> None:
         checkpointer = orbax.Checkpointer(orbax.PyTreeCheckpointHandler())
         try:
-            checkpointer.save(target, jax.tree.map(_value, plain_trees(tree)))
+            checkpointer.save(temporary or folder, jax.tree.map(_value, plain_trees(tree)))
         except Exception as error:  # orbax has no narrower error for data that cannot be written
-            raise CheckpointError(f"{saving.title} cannot be saved: orbax says: {error!s:.300}") from error
+            raise CheckpointError(f"{title} cannot be saved: orbax says: {error!s:.300}") from error
         finally:
             checkpointer.close()
 
-    try:
-        saving.agree("the folder", prepare, by_first=True)
-        saving.agree("the arrays", write)
-        if is_local:
-            saving.agree("the names", lambda: replace_folder(Path(target), Path(folder)), by_first=True)
-    except BaseException:
-        if is_local and process_id() == 0:
-            remove_leftovers(Path(folder).parent, re.escape(short_name(Path(folder))))
-            remove_folders(folders)
-        raise
+    Saving(title, timeout).save(plan)
 
 
-def _check_replaceable(folder: Path, title: str) -> None:
+def _check_replaceable(folder: Any, title: str, is_local: bool) -> None:
     """Raises unless `folder` is missing, empty, or a checkpoint and nothing else: all that is in it is removed."""
+    if not is_local and folder.exists():
+        raise CheckpointError(f"{title} exists already: save each step in a folder of its own")
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{title} is a file, and a checkpoint is a folder")
     if folder == Path.cwd():

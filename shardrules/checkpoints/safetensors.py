@@ -169,7 +169,7 @@ def save_safetensors(
     ```
     """
     saving = Saving(title_of("save_safetensors", path), timeout)
-    saving.write_files(lambda: _plan(path, tree, names, max_file_bytes, metadata, saving.title))
+    saving.save(lambda: _plan(path, tree, names, max_file_bytes, metadata, saving.title))
 
 
 @final

@@ -166,7 +166,7 @@ def test_a_failure_on_one_process_is_an_error_on_all(name: str, processes: int, 
             if {name!r} == "orbax":
                 agree = commit.Saving.agree
                 commit.Saving.agree = lambda self, step, work, **options: agree(
-                    self, step, full if step == "the folder" else work)
+                    self, step, full if step == "the files" else work)
             else:
                 os.fsync = full
         attempt(state_on(mesh))
