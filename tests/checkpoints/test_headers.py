@@ -149,7 +149,7 @@ def test_a_header_above_the_limit_is_refused_unread(tmp_path: Path, monkeypatch:
     with file.open("wb") as stream:
         stream.write((2**30).to_bytes(8, "little"))
         stream.truncate(2**31)  # a file with a hole, which takes no space
-    monkeypatch.setattr(headers, "_entries", lambda text: pytest.fail("the header was read"))
+    monkeypatch.setattr(headers, "_table", lambda text: pytest.fail("the header was read"))
     (problem,) = read_headers(file).problems
     assert problem.message == "its header would take 1.0 GiB, and the format allows 100,000,000 bytes"
 
