@@ -33,7 +33,6 @@ from shardrules.checkpoints.checksums import (
     block_count,
     block_sums,
     sealed,
-    sums_start,
     sums_text,
     unknown_sums,
 )
@@ -75,7 +74,7 @@ class FileLayout:
     def sums_offset(self) -> int:
         """The position of the checksums in the file."""
         offset, text = self.texts[-1]
-        return offset + sums_start(text)
+        return offset + text.index(b"sums=", text.index(b"crc=")) + 5
 
 
 @final
@@ -137,7 +136,7 @@ class Saving:
         """
         plans: list[SavePlan] = []
 
-        def work() -> list[Any]:
+        def compare() -> list[Any]:
             plans.append(plan := make())
             # Numbers are compared too: of different ones only the first process's would be saved.
             numbers = [leaf.value if isinstance(leaf.value, NUMBERS) else "" for leaf in plan.leaves]
@@ -148,7 +147,7 @@ class Saving:
             # The first process looks for names: another may not see yet what it removed a moment ago.
             return [digest, local, secrets.token_hex(_TOKEN_BYTES), None if process_id() else plan.free_generation()]
 
-        results = self.agree("what is saved", work)
+        results = self.agree("what is saved", compare)
         different = [str(process) for process, (digest, *_) in enumerate(results) if digest != results[0][0]]
         if different:
             raise DisagreementError(

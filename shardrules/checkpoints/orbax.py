@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -109,7 +109,13 @@ def load_orbax(
     def contents(leaves: Sequence[RequestedLeaf]) -> Contents:
         metadata = _metadata(handler, folder, f"load_orbax: {folder}")
         stored, name_of = _stored_arrays(metadata), name_function(names, str, "load_orbax")
-        wanted = requested_names(leaves, stored, lambda path: _plain_name(stored, name_of(path)))
+
+        def plain_name_of(leaf_path: str) -> Any:
+            # A box or variable may also be named with its `value`.
+            name = name_of(leaf_path)
+            return name.removesuffix(_VALUE) if isinstance(name, str) and name not in stored else name
+
+        wanted = requested_names(leaves, stored, plain_name_of)
         return Contents(stored, wanted, functools.partial(_read, handler, orbax, folder, metadata))
 
     try:
@@ -145,7 +151,9 @@ def _read(
         for name, value in zip(names, jax.tree.leaves(restored), strict=True):
             if name in batch:
                 leaf = leaves[batch[name]]
-                values[batch[name]] = value if leaf.is_array else _python_value(value, leaf)
+                if not leaf.is_array:
+                    value = leaf.python_value(value if isinstance(leaf.value, str) else np.asarray(value).item())
+                values[batch[name]] = value
     return values
 
 
@@ -162,25 +170,23 @@ def read_orbax_metadata(path: Any) -> dict[str, StoredArray]:
 
 
 def _stored_arrays(metadata: Any) -> dict[str, StoredArray]:
-    pairs = zip(_leaf_names(metadata), jax.tree.leaves(metadata), strict=True)
-    return {name: _stored_array(array) for name, array in pairs}
+    stored: dict[str, StoredArray] = {}
+    for name, leaf in zip(_leaf_names(metadata), jax.tree.leaves(metadata), strict=True):
+        kind = array_kind(leaf)
+        if kind is None or leaf.dtype is None:
+            stored[name] = StoredArray((), None, type(leaf).__name__.removesuffix("Metadata").lower())
+        else:
+            stored[name] = StoredArray(kind[0], kind[1], str(kind[1]))
+    return stored
 
 
 def _leaf_names(metadata: Any) -> list[str]:
     """Returns the path of each array. Orbax saves a box or a variable of flax as a folder with nothing but `value`."""
     paths = leaf_paths(metadata)
-    counts = collections.Counter(folder for path in paths for folder in _folders(path))
+    counts = collections.Counter(
+        folder for path in paths for folder in itertools.accumulate(path.split("/")[:-1], "{}/{}".format)
+    )
     return [path.removesuffix(_VALUE) if counts[path.removesuffix(_VALUE)] == 1 else path for path in paths]
-
-
-def _folders(path: str) -> Iterator[str]:
-    """Yields the paths of all containers that an array is in."""
-    return itertools.accumulate(path.split("/")[:-1], "{}/{}".format)
-
-
-def _plain_name(stored: Mapping[str, StoredArray], name: Any) -> Any:
-    """Returns a name as it is in `stored`, also where a box or variable is named with its `value`."""
-    return name.removesuffix(_VALUE) if isinstance(name, str) and name not in stored else name
 
 
 def _import_orbax(path: Any, caller: str) -> tuple[ModuleType, Any]:
@@ -224,13 +230,6 @@ def _metadata(handler: Any, folder: Any, title: str) -> Any:
         refuse(title, [Finding("error", "file", message, str(folder))])
 
 
-def _stored_array(leaf: Any) -> StoredArray:
-    kind = array_kind(leaf)
-    if kind is None or leaf.dtype is None:
-        return StoredArray((), None, type(leaf).__name__.removesuffix("Metadata").lower())
-    return StoredArray(kind[0], kind[1], str(kind[1]))
-
-
 def _request(leaf: RequestedLeaf | None, orbax: ModuleType) -> tuple[Any, Any]:
     """Returns what orbax reads for a leaf, and its options; nothing is read for `None`."""
     if leaf is None:
@@ -241,10 +240,6 @@ def _request(leaf: RequestedLeaf | None, orbax: ModuleType) -> tuple[Any, Any]:
         return kind, orbax.ArrayRestoreArgs(restore_type=jax.Array, **options)
     options = {} if isinstance(leaf.value, str) else {"restore_type": np.ndarray}
     return leaf.value, orbax.RestoreArgs(**options)
-
-
-def _python_value(value: Any, leaf: RequestedLeaf) -> Any:
-    return leaf.python_value(value if isinstance(leaf.value, str) else np.asarray(value).item())
 
 
 def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
@@ -324,18 +319,17 @@ def _check_replaceable(folder: Any, title: str, is_local: bool) -> None:
     if folder == Path.cwd():
         raise CheckpointError(f"{title} is the current folder, which cannot be replaced: save to a folder in it")
     entries = sorted(folder.iterdir()) if folder.exists() else []
-    others = [entry.name for entry in entries if not _is_written(entry)]
+    others = [
+        entry.name
+        for entry in entries
+        if not _WRITTEN.fullmatch(entry.name) and not any((entry / name).exists() for name in _ZARR)
+    ]
     if others or (entries and not (folder / "_METADATA").exists()):
         names = ", ".join((others or [entry.name for entry in entries])[:5])
         raise CheckpointError(
             f"{title} cannot be saved: a checkpoint replaces its whole folder, and this one holds what is not part of "
             f"one: {names}. Pass another folder, such as {folder.name}/state"
         )
-
-
-def _is_written(entry: Path) -> bool:
-    """Returns whether orbax has written what is in the folder of a checkpoint."""
-    return bool(_WRITTEN.fullmatch(entry.name)) or any((entry / name).exists() for name in _ZARR)
 
 
 def _unsupported(dtype: np.dtype) -> str:

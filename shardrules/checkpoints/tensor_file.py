@@ -228,7 +228,10 @@ def local_parts(leaf: SavedLeaf, is_writer: bool) -> list[TensorPart]:
         ]
     if isinstance(value, ArraySource) and whole:
         rows = max(1, _SOURCE_BYTES * value.shape[0] // max(value.nbytes, 1))
-        return [(box, lambda box=box: _part_of(value, box)) for box in row_blocks(whole, 0, rows)]
+        return [
+            (box, lambda box=box: value.part(tuple(slice(start, stop) for start, stop in box)))
+            for box in row_blocks(whole, 0, rows)
+        ]
     return [(whole, lambda: value.part(()) if isinstance(value, ArraySource) else np.asarray(value))]
 
 
@@ -259,10 +262,6 @@ def _on_host(data: jax.Array) -> np.ndarray:
     # An array keeps its copy on the host once it has made one: through another array on the same memory, the copy goes
     # away after it is written. Otherwise the host would hold all of the tree in the end.
     return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
-
-
-def _part_of(source: ArraySource, box: Box) -> np.ndarray:
-    return source.part(tuple(slice(start, stop) for start, stop in box))
 
 
 def _blocks(
