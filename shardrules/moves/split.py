@@ -44,7 +44,7 @@ _ERRORS: dict[str, type[ShardRulesError]] = {
 _EMPTY = Finding("error", "no-array", "the tree has no array, and so no mesh")
 
 _NAMED_IDS = 8
-"""The most devices that a message names: the devices of one host, usually. Doubled, messages take two lines."""
+"""The most devices that a message names: the devices of one host, usually."""
 
 
 def split_by_mesh_axis(

@@ -11,8 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardrules.moves.rounds import piece_bytes, rounds
-from shardrules.moves.schedule import Box, Piece, Schedule, box_shape, make_schedule, networks, slices
+from shardrules.moves.schedule import (
+    Box,
+    Piece,
+    Schedule,
+    box_shape,
+    make_schedule,
+    networks,
+    piece_bytes,
+    rounds,
+    slices,
+)
 from tests.moves.cases import FakeDevice
 
 FLOAT = np.dtype(np.float32)
