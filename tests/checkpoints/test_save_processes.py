@@ -21,7 +21,6 @@ from tests.mesh.cluster import PRELUDE, free_port, run_processes
 from tests.mesh.test_processes import printed_lines
 from tests.quick import QUICK_FLAGS
 
-PROCESSES = pytest.mark.parametrize("processes", [2, 4])
 EACH_FORMAT = pytest.mark.parametrize(("name", "processes"), [("safetensors", 4), ("orbax", 2), ("equinox", 4)])
 TREES = """
 from tests.checkpoints.states import facts, like_state, make_state, place
@@ -79,8 +78,7 @@ def test_what_processes_save_comes_back_in_another_number_of_them(name: str, pro
 
 
 @pytest.mark.slow
-@PROCESSES
-def test_arrays_of_one_process_and_of_all_are_saved_once(processes: int, tmp_path: Path) -> None:
+def test_arrays_of_one_process_and_of_all_are_saved_once(tmp_path: Path) -> None:
     run(
         f"""
         last = jax.sharding.Mesh(np.array(jax.local_devices() if process == processes - 1 else
@@ -95,7 +93,7 @@ def test_arrays_of_one_process_and_of_all_are_saved_once(processes: int, tmp_pat
         }}
         sr.save_safetensors({str(tmp_path)!r}, tree, max_file_bytes=300, timeout=60)
         """,
-        processes,
+        4,
     )
     whole = np.arange(64.0, dtype=np.float32).reshape(16, 4)
     like = {"last": whole, "all": whole, "columns": whole.T, "local": whole, "numpy": whole}
