@@ -45,16 +45,16 @@ def load(name: str, path: Path, mesh: jax.sharding.Mesh) -> State:
 @EACH_FORMAT
 def test_what_processes_save_comes_back_in_another_number_of_them(name: str, processes: int, tmp_path: Path) -> None:
     path = tmp_path / "saved"
-    for seed in (5, 0):  # the second save replaces the first
-        run(
-            f"""
-            state = state_on(sr.create_mesh("data:4,model:2"), {seed})
+    run(
+        f"""
+        for seed in (5, 0):  # the second save replaces the first
+            state = state_on(sr.create_mesh("data:4,model:2"), seed)
             sr.save_{name}({str(path)!r}, state, timeout=60)
             restored = sr.load_{name}({str(path)!r}, like_state(), P(), sr.create_mesh("data:8"))
             assert same(restored, state) and restored.epoch == 3
-            """,
-            processes,
-        )
+        """,
+        processes,
+    )
     state = make_state()
     assert facts(load(name, path, sr.create_mesh("data:8"))) == facts(state)
     lines = run(
@@ -194,7 +194,7 @@ for turn in itertools.count():
 @EACH_FORMAT
 def test_a_killed_process_leaves_a_whole_checkpoint(name: str, processes: int, tmp_path: Path) -> None:
     path = tmp_path / "saved"
-    for delay in (0.0, 0.013, 0.031, 0.07):
+    for delay in (0.013, 0.05):
         kill_while_saving(SAVE_FOR_EVER.format(name=name, path=str(path)), processes, delay)
         restored = load(name, path, sr.create_mesh("data:2,model:4"))
         assert restored.epoch in (0, 1, 2)
