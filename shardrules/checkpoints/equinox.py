@@ -23,15 +23,7 @@ import numpy as np
 
 from shardrules.checkpoints.checksums import DAMAGED, MOST_TEXT_BYTES, TensorSums, blank_text, read_text
 from shardrules.checkpoints.commit import FileLayout, SavePlan, Saving
-from shardrules.checkpoints.leaves import (
-    NUMBERS,
-    RequestedLeaf,
-    SavedLeaf,
-    local_path,
-    refuse,
-    saved_leaves,
-    title_of,
-)
+from shardrules.checkpoints.leaves import NUMBERS, RequestedLeaf, SavedLeaf, local_path, refuse, saved_leaves, title_of
 from shardrules.checkpoints.load import load, read_tensors
 from shardrules.checkpoints.names import Contents, StoredArray
 from shardrules.checkpoints.tensor_file import FileTensor

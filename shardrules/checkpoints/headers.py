@@ -107,8 +107,6 @@ class Safetensors:
 @final
 @attrs.frozen(eq=False)
 class SafetensorsIndex:
-    """The contents of an index."""
-
     path: Path
     files: Mapping[str, Path]
     """The file of each tensor."""

@@ -80,7 +80,6 @@ class RequestedLeaf:
 
     @property
     def is_array(self) -> bool:
-        """Returns whether it is an array, rather than a Python value."""
         return self.sharding is not None
 
     @property
@@ -184,12 +183,10 @@ class SavedLeaf:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes in a file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_local(self) -> bool:
-        """Returns whether this process has all of it."""
         return not isinstance(self.value, jax.Array) or self.value.is_fully_addressable
 
 

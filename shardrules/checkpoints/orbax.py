@@ -19,13 +19,7 @@ import jax
 import numpy as np
 
 from shardrules.checkpoints.commit import SavePlan, Saving, replaced_folder
-from shardrules.checkpoints.leaves import (
-    PYTHON_TYPES,
-    RequestedLeaf,
-    name_findings,
-    refuse,
-    saved_leaves,
-)
+from shardrules.checkpoints.leaves import PYTHON_TYPES, RequestedLeaf, name_findings, refuse, saved_leaves
 from shardrules.checkpoints.load import load
 from shardrules.checkpoints.names import Contents, Name, Names, StoredArray, name_function, requested_names
 from shardrules.core.axes import AnyMesh
@@ -79,9 +73,7 @@ def load_orbax(
     - `names`: from a leaf's path to the path in the checkpoint, as a function, or as a table for the paths that differ.
         Paths of flax boxes and variables end without `value`. `None` for a path: the checkpoint lacks it, and the
         array in `like` is placed.
-    - `surplus`: `"error"` refuses arrays of the checkpoint that no leaf takes, `"skip"` ignores them.
-    - `cast`: whether an array of another dtype than the leaf's is converted, or is an error. Integers may become
-        floats, but not the other way round.
+    - `surplus`, `cast`: as for `load_safetensors`.
 
     **Returns:**
 

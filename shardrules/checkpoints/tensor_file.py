@@ -71,7 +71,6 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property

@@ -28,12 +28,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from shardrules.core.axes import mesh_sizes, mesh_text
-from shardrules.core.errors import (
-    MeshError,
-    NoIntermediateShardingError,
-    NoIntermediateShardingNeededError,
-    TreeError,
-)
+from shardrules.core.errors import MeshError, NoIntermediateShardingError, NoIntermediateShardingNeededError, TreeError
 from shardrules.core.finding import Finding, listing, merged
 from shardrules.core.jax_state import device_put, jit
 from shardrules.core.spec import UNCONSTRAINED, Entries, Entry, entries, make_spec, spec_repr

@@ -21,13 +21,7 @@ from shardrules.moves.assemble import Recipe, assemble, make_recipe, moves_in_me
 from shardrules.moves.bits import buffers_of, data_shards, from_data, with_sharding
 from shardrules.moves.pieces import Mover, Shards
 from shardrules.moves.plan import LeafMove, ReshardPlan, processes_of
-from shardrules.moves.prepare import (
-    CACHED_SCHEDULES,
-    MoveOptions,
-    Prepared,
-    prepare,
-    read_how,
-)
+from shardrules.moves.prepare import CACHED_SCHEDULES, MoveOptions, Prepared, prepare, read_how
 from shardrules.moves.schedule import Device, Schedule
 from shardrules.placement.shard import filter_shard
 from shardrules.placement.traced import host_memory
