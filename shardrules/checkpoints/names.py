@@ -61,7 +61,7 @@ class Contents:
     """The tensors of a checkpoint, as a format describes them."""
 
     stored: Mapping[str, StoredArray]
-    wanted: Sequence[Any]
+    tensor_names: Sequence[Any]
     """The name of the tensor of each leaf, which may be anything that a user passes."""
     read: Callable[[Sequence[RequestedLeaf], Sequence[Name]], list[Any]]
     """From leaves and the names of their tensors to arrays or sources of them, and Python values."""
@@ -118,7 +118,7 @@ def match(
     mismatches = list(unknown_paths(names, paths, "`like`"))
     matches: list[Name] = []
     matched: dict[str, None] = {}
-    for leaf, name in zip(leaves, contents.wanted, strict=True):
+    for leaf, name in zip(leaves, contents.tensor_names, strict=True):
         # A Python number that the file lacks keeps its value; an array that it lacks is an error.
         if not leaf.is_array and isinstance(name, str) and name not in stored:
             name = None

@@ -107,8 +107,8 @@ def load_orbax(
             name = name_of(leaf_path)
             return name.removesuffix(_VALUE) if isinstance(name, str) and name not in stored else name
 
-        wanted = requested_names(leaves, stored, plain_name_of)
-        return Contents(stored, wanted, functools.partial(_read, handler, orbax, folder, metadata))
+        tensor_names = requested_names(leaves, stored, plain_name_of)
+        return Contents(stored, tensor_names, functools.partial(_read, handler, orbax, folder, metadata))
 
     try:
         return load("load_orbax", folder, like, how, mesh, contents, names, surplus=surplus, cast=cast)

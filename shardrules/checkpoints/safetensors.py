@@ -110,8 +110,8 @@ def load_safetensors(
     def contents(leaves: Sequence[RequestedLeaf]) -> Contents:
         headers = read_headers(local_path(path, "load_safetensors"), verify=verify)
         name_of = name_function(names, _default_name, "load_safetensors")
-        wanted = requested_names(leaves, headers.stored, name_of)
-        return Contents(headers.stored, wanted, read_tensors(headers.tensor), headers.problems, has_stacks=True)
+        tensor_names = requested_names(leaves, headers.stored, name_of)
+        return Contents(headers.stored, tensor_names, read_tensors(headers.tensor), headers.problems, has_stacks=True)
 
     return load("load_safetensors", path, like, how, mesh, contents, names, surplus=surplus, cast=cast, verify=verify)
 

@@ -33,8 +33,8 @@ def matched(
 ) -> Any:
     name_of = name_function(names, lambda path: path.replace("/", "."), "load")
     leaves = requested(like)
-    wanted = requested_names(leaves, tensors, name_of)
-    return match(leaves, Contents(tensors, wanted, lambda *_: []), names, surplus=surplus, cast=cast)
+    tensor_names = requested_names(leaves, tensors, name_of)
+    return match(leaves, Contents(tensors, tensor_names, lambda *_: []), names, surplus=surplus, cast=cast)
 
 
 def test_each_leaf_takes_the_tensor_of_its_name() -> None:
