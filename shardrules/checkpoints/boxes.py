@@ -32,7 +32,6 @@ def box_of(index: Index, shape: tuple[int, ...]) -> Box:
 
 
 def box_sizes(box: Box) -> tuple[int, ...]:
-    """Returns the shape of a box."""
     return tuple(stop - start for start, stop in box)
 
 

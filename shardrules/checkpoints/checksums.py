@@ -107,11 +107,6 @@ def unknown_sums(text: bytes) -> list[int]:
     return np.flatnonzero(np.frombuffer(text, np.uint8)[::SUM_CHARS] == ord(_EMPTY)).tolist()
 
 
-def sums_start(header: bytes) -> int:
-    """Returns where the checksums stand in a header that holds the text, the first of its kind."""
-    return header.index(b"sums=", header.index(b"crc=")) + 5
-
-
 def sealed(headers: Sequence[bytes]) -> tuple[int, bytes]:
     """Returns where the CRC stands in the last header, and its text; the CRC there must still be zero."""
     crc = functools.reduce(lambda crc, header: zlib.crc32(header, crc), headers, 0)

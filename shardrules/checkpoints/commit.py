@@ -33,13 +33,11 @@ from shardrules.checkpoints.checksums import (
     block_count,
     block_sums,
     sealed,
-    sums_start,
     sums_text,
     unknown_sums,
 )
 from shardrules.checkpoints.leaves import NUMBERS, SavedLeaf
-from shardrules.checkpoints.tensor_file import read_into
-from shardrules.checkpoints.tensor_writer import local_parts, write_at, write_tensor
+from shardrules.checkpoints.tensor_file import local_parts, read_into, write_at, write_tensor
 from shardrules.core.errors import CheckpointError, DisagreementError
 from shardrules.core.jax_state import process_count, process_id
 from shardrules.core.storage.files import open_regular
@@ -76,13 +74,13 @@ class FileLayout:
     def sums_offset(self) -> int:
         """The position of the checksums in the file."""
         offset, text = self.texts[-1]
-        return offset + sums_start(text)
+        return offset + text.index(b"sums=", text.index(b"crc=")) + 5
 
 
 @final
 @attrs.frozen(eq=False)
 class SavePlan:
-    """The leaves that are saved, and the files that a format puts them into."""
+    """The leaves that are saved, and what a format puts them into: files, or a folder that its library writes."""
 
     leaves: Sequence[SavedLeaf]
     text: str
@@ -90,10 +88,14 @@ class SavePlan:
     layouts: Callable[[int], Sequence[FileLayout]] = lambda _: ()
     """The files of a generation; the last one makes them the checkpoint, and the others have names of their own."""
     own_names: str = ""
-    """A regular expression for the names of the files of all generations."""
+    """A regular expression for the names of the files of all generations, or of the folder."""
     free_generation: Callable[[], int] = lambda: 0
     clear: Callable[[], None] = lambda: None
     """Removes what was the checkpoint before."""
+    folder: Path | None = None
+    """`None` where there are files, and for a folder in a cloud store, where names do not change."""
+    write: Callable[[Path | None], None] | None = None
+    """Writes the folder, under its temporary name if it has one."""
 
 
 @final
@@ -134,7 +136,7 @@ class Saving:
         """
         plans: list[SavePlan] = []
 
-        def work() -> list[Any]:
+        def compare() -> list[Any]:
             plans.append(plan := make())
             # Numbers are compared too: of different ones only the first process's would be saved.
             numbers = [leaf.value if isinstance(leaf.value, NUMBERS) else "" for leaf in plan.leaves]
@@ -145,7 +147,7 @@ class Saving:
             # The first process looks for names: another may not see yet what it removed a moment ago.
             return [digest, local, secrets.token_hex(_TOKEN_BYTES), None if process_id() else plan.free_generation()]
 
-        results = self.agree("what is saved", work)
+        results = self.agree("what is saved", compare)
         different = [str(process) for process, (digest, *_) in enumerate(results) if digest != results[0][0]]
         if different:
             raise DisagreementError(
@@ -156,49 +158,66 @@ class Saving:
         columns = map("".join, zip(*(local for _, local, *_ in results), strict=True))
         return plans[0], [column.find("1") for column in columns], *results[0][2:]
 
-    def write_files(self, make: Callable[[], SavePlan]) -> None:
-        """Writes all files of a plan, and gives them their names."""
+    def save(self, make: Callable[[], SavePlan]) -> None:
+        """Writes what is planned under temporary names, which are changed when all of it is on the disk."""
         plan, writers, token, generation = self.agree_on(make)
         files = plan.layouts(generation)
-        folder, names = files[0].path.parent, [temporary_name(file.path, token) for file in files]
-        pairs = list(zip(files, names, strict=True))
+        paths = [file.path for file in files] if plan.folder is None else [plan.folder]
+        names = [temporary_name(path, token) for path in paths]
+        pairs = list(zip(files, names, strict=False))
+        short_names = "|".join([plan.own_names, *(re.escape(short_name(path)) for path in paths)])
         folders: list[Path] = []
         modes: list[int | None] = []
 
         def create() -> None:
-            folders.extend(make_folders(folder))
-            remove_leftovers(folder, "|".join([plan.own_names, *(re.escape(short_name(file.path)) for file in files)]))
-            old = [path for path in folder.iterdir() if re.fullmatch(plan.own_names, path.name)]
-            forget(old)
+            parent = paths[0].parent
+            folders.extend(_make_folders(parent))
+            if plan.folder is not None:
+                _take_back(plan.folder)
+            remove_leftovers(parent, short_names)
+            old = [path for path in parent.iterdir() if re.fullmatch(plan.own_names, path.name)]
+            _forget(file for path in old for file in (path, *path.rglob("*")))
             # Of a checkpoint of several files, the new ones may have other names.
             modes.extend(_mode_of([file.path, *old]) for file in files)
             for (file, name), mode in zip(pairs, modes, strict=True):
                 _create(file, name, mode)
 
+        def write() -> None:
+            if plan.write is None:
+                _fill(pairs, plan.leaves, writers)
+            else:
+                plan.write(names[0] if names else None)
+
         def rename() -> None:
             for (file, name), mode in zip(pairs, modes, strict=True):
                 _seal(file, name, mode)
+            if plan.folder is not None:
+                replace_folder(names[0], plan.folder)
+                return
             try:
                 for file, name in pairs[:-1]:
                     name.replace(file.path)
-                _sync_folder(folder)
-                names[-1].replace(files[-1].path)
+                _sync_folder(paths[0].parent)
+                names[-1].replace(paths[-1])
             except BaseException:
                 if names[-1].exists():
-                    remove(file.path for file in files[:-1])
+                    remove(paths[:-1])
                 raise
-            _sync_folder(folder)
+            _sync_folder(paths[0].parent)
             plan.clear()
 
         try:
-            self.agree("the files", create, by_first=True)
-            self.agree("the arrays", lambda: _fill(pairs, plan.leaves, writers))
-            self.agree("the checksums", lambda: _fill_sums(pairs, plan.leaves))
-            self.agree("the names", rename, by_first=True)
+            if paths:
+                self.agree("the files", create, by_first=True)
+            self.agree("the arrays", write)
+            if files:
+                self.agree("the checksums", lambda: _fill_sums(pairs, plan.leaves))
+            if paths:
+                self.agree("the names", rename, by_first=True)
         except BaseException:
-            if process_id() == 0:
-                remove(names)
-                remove_folders(folders)
+            if paths and process_id() == 0:
+                remove_leftovers(paths[0].parent, short_names)
+                _remove_folders(folders)
             raise
 
 
@@ -232,21 +251,21 @@ def remove(paths: Iterable[Path]) -> None:
                 path.unlink(missing_ok=True)
 
 
-def forget(paths: Iterable[Path]) -> None:
+def _forget(paths: Iterable[Path]) -> None:
     """Frees the memory in which the system keeps old files, since new ones that replace them need as much."""
     for path in paths if hasattr(os, "posix_fadvise") else ():
         with contextlib.suppress(OSError), open_regular(path) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def make_folders(folder: Path) -> list[Path]:
+def _make_folders(folder: Path) -> list[Path]:
     """Makes a folder and those that it is in; returns those that were missing, the outermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
 
 
-def remove_folders(folders: Sequence[Path]) -> None:
+def _remove_folders(folders: Sequence[Path]) -> None:
     """Removes folders that are empty, the last first."""
     for folder in reversed(folders):
         with contextlib.suppress(OSError):
@@ -301,14 +320,13 @@ def replaced_folder(folder: Path) -> Path:
     return folder.parent / f".{short_name(folder)}.replaced"
 
 
-def remove_leftover_folders(old: Path) -> None:
+def _take_back(old: Path) -> None:
     """Removes what a killed process has left of `replace_folder`, or gives `old` its name back."""
     aside = replaced_folder(old)
     # Scripts may have made an empty folder since.
     if aside.is_dir() and not aside.is_symlink() and not old.is_file() and not any(old.glob("*")):
         aside.replace(old)
     remove([aside])
-    remove_leftovers(old.parent, re.escape(short_name(old)))
 
 
 def _exchange_names(first: Path, second: Path) -> bool:

@@ -6,6 +6,7 @@ has no paths, and only the headers of all blocks before it tell where a block be
 
 import ast
 import io
+import itertools
 import math
 import os
 import re
@@ -16,30 +17,21 @@ from typing import Any, Literal, final
 
 import attrs
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from shardrules.checkpoints.checksums import DAMAGED, MOST_TEXT_BYTES, TensorSums, blank_text, read_text
 from shardrules.checkpoints.commit import FileLayout, SavePlan, Saving
-from shardrules.checkpoints.leaves import (
-    NUMBERS,
-    RequestedLeaf,
-    SavedLeaf,
-    check_flags,
-    local_path,
-    refuse,
-    requested_leaves,
-    saved_leaves,
-    title_of,
-    with_values,
-)
-from shardrules.checkpoints.names import Mismatch, StoredArray, compare, mismatch_findings
-from shardrules.checkpoints.tensor_file import FileTensor, file_source
+from shardrules.checkpoints.leaves import NUMBERS, RequestedLeaf, SavedLeaf, local_path, refuse, saved_leaves, title_of
+from shardrules.checkpoints.load import load, read_tensors
+from shardrules.checkpoints.names import Contents, StoredArray
+from shardrules.checkpoints.tensor_file import FileTensor
 from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import CheckpointError
 from shardrules.core.finding import Finding
 from shardrules.core.storage.files import open_regular
-from shardrules.placement.destination import resolve_destination
+from shardrules.core.tree import array_kind
 from shardrules.rules.how import How
 
 _MAGIC = b"\x93NUMPY"
@@ -102,112 +94,103 @@ def load_equinox(
     assert model.layers[0].weight.sharding.spec == P("model", None)
     ```
     """
-    check_flags("load_equinox", surplus, cast=cast, verify=verify)
-    destination = resolve_destination(like, how, mesh, caller="load_equinox")
-    leaves = requested_leaves(like, destination, "load_equinox")
-    # Equinox saves whatever is like an array, and only numbers can be compared without a shape.
-    findings = [
-        Finding("error", "no-shape", f"a {type(value).__name__} is saved as an array, and has no shape to compare")
-        for value, sharding in zip(destination.values, destination.shardings, strict=True)
-        if sharding is None and eqx.is_array_like(value) and not isinstance(value, NUMBERS)
-    ]
     file = _with_suffix(local_path(path, "load_equinox"))
-    stored_leaves = [leaf for leaf in leaves if not leaf.has_values or eqx.is_array_like(leaf.value)]
-    tensors, problems = _read_tensors(file, stored_leaves, cast, surplus, verify)
-    refuse(f"load_equinox: {file}", [*findings, *problems])
-    values: dict[int, Any] = {id(leaf): leaf.value for leaf in leaves}
-    for leaf, tensor in zip(stored_leaves, tensors, strict=True):
-        source = file_source([tensor], (), leaf.device_dtype if leaf.is_array else tensor.dtype)
-        values[id(leaf)] = source if leaf.is_array else leaf.python_value(source.part(()).item())
-    return with_values(destination, leaves, list(values.values()))
+    # Equinox saves whatever is like an array, and only numbers can be compared without a shape.
+    shapeless = [
+        Finding("error", "no-shape", f"a {type(value).__name__} is saved as an array, and has no shape to compare")
+        for value in jax.tree.leaves(like)
+        if array_kind(value) is None and eqx.is_array_like(value) and not isinstance(value, NUMBERS)
+    ]
 
+    def contents(leaves: Sequence[RequestedLeaf]) -> Contents:
+        is_saved = [not leaf.has_values or eqx.is_array_like(leaf.value) for leaf in leaves]
+        blocks, problems = _read_blocks(file, [*itertools.compress(leaves, is_saved)], surplus, verify)
+        numbers = itertools.count()
+        return Contents(
+            {str(number): block.stored for number, block in enumerate(blocks)},
+            [str(next(numbers)) if saved else None for saved in is_saved],
+            read_tensors(lambda name: blocks[int(name)].tensor(file)),
+            [*shapeless, *problems],
+            label="block {}".format,
+        )
 
-def _read_tensors(
-    path: Path, leaves: Sequence[RequestedLeaf], cast: bool, surplus: str, verify: bool
-) -> tuple[list[FileTensor], list[Finding]]:
-    """Returns the tensor of each leaf, and what is wrong; where something is, there may be fewer tensors."""
-    sums: Sequence[TensorSums] | None = None
-    try:
-        with open_regular(path) as file:
-            blocks, problem = _read_blocks(file, path, leaves)
-            size, end = os.fstat(file.fileno()).st_size, blocks[-1].end if blocks else 0
-            if problem is None and verify and end < size:
-                sums = _sums(file, size, blocks)
-                if sums is None:
-                    message = "its headers differ from their checksum"
-                    problem = Finding("error", "damaged", message, str(path), DAMAGED)
-    except FileNotFoundError:
-        return [], [Finding("error", "file", "no such file", str(path))]
-    except OSError as error:
-        return [], [Finding("error", "file", f"cannot be read: {error.strerror or error}", str(path))]
-    problems = [] if problem is None else [problem]
-    others = blocks[len(leaves) :]
-    if others and surplus == "error":
-        listed = ", ".join(str(block.stored) for block in others[:3]) + (" ..." if len(others) > 3 else "")
-        arrays = "1 more array or number" if len(others) == 1 else f"{len(others)} more arrays or numbers"
-        nbytes = sum(len(block.header) + block.bytes for block in others)
-        message = f"it has {arrays}, {nbytes} bytes, after the {len(leaves)} of `like`: {listed}"
-        remedy = '`like` lacks what was saved after them; surplus="skip" ignores it'
-        problems.append(Finding("error", "surplus", message, str(path), remedy))
-    mismatches: list[Mismatch] = []
-    tensors: list[FileTensor] = []
-    for index, (leaf, block) in enumerate(zip(leaves, blocks, strict=False)):
-        stored = block.stored
-        mismatches += compare(leaf, f"block {index}", stored, cast=cast)
-        if stored.dtype is not None:
-            block_sums = sums[index] if sums else None
-            tensor = FileTensor(path, block.offset, stored.shape, stored.dtype, block.fortran, leaf.path, block_sums)
-            tensors.append(tensor)
-    return tensors, [*mismatch_findings(mismatches), *problems]
-
-
-def _read_blocks(file: FileIO, path: Path, leaves: Sequence[RequestedLeaf]) -> tuple[list["_Block"], Finding | None]:
-    """Returns all blocks of a file, and why one cannot be read: after a bad header nothing can."""
-    size = os.fstat(file.fileno()).st_size
-    blocks: list[_Block] = []
-    offset = 0
-    while offset < size and os.pread(file.fileno(), len(_CHECKSUMS), offset) != _CHECKSUMS:
-        index = len(blocks)
-        leaf = leaves[index] if index < len(leaves) else None
-        leaf_path, where = leaf.path if leaf else str(path), f"block {index}, at byte {offset}: "
-        block = _read_header(file, offset, size, leaf.dtype if leaf else None)
-        if isinstance(block, str):
-            return blocks, Finding("error", "unreadable", where + block, leaf_path)
-        if block.end > size:
-            message = f"{where}{block.stored} would end at byte {block.end}, and the file has {size} bytes"
-            return blocks, Finding("error", "truncated", message, leaf_path, "copy the file again")
-        blocks.append(block)
-        offset = block.end
-    if len(blocks) >= len(leaves):
-        return blocks, None
-    message = f"the file ends here, after {len(blocks)} of {len(leaves)} arrays and numbers"
-    leaf_path = leaves[len(blocks)].path
-    return blocks, Finding("error", "ended", message, leaf_path, "save the tree that `like` describes")
-
-
-def _sums(file: FileIO, size: int, blocks: Sequence["_Block"]) -> list[TensorSums] | None:
-    """Returns the checksums of all blocks, which stand after the last; `None` where headers or they are damaged."""
-    offset = blocks[-1].end if blocks else 0
-    text = os.pread(file.fileno(), min(size - offset, MOST_TEXT_BYTES), offset)
-    headers = [*(block.header for block in blocks), text]
-    return read_text(text[len(_CHECKSUMS) :].decode("ascii", "replace"), headers, [block.bytes for block in blocks])
+    return load("load_equinox", file, like, how, mesh, contents, surplus=surplus, cast=cast, verify=verify)
 
 
 @final
 @attrs.frozen(eq=False)
 class _Block:
-    """An npy block: its header, and where its numbers begin, their bytes, their order and their kind."""
+    """An npy block: its header, the position of its numbers, their order and their kind."""
 
     header: bytes
     offset: int
-    bytes: int
-    fortran: bool
+    nbytes: int
+    is_fortran: bool
     stored: StoredArray
+    path: str
+    """The path of the leaf that takes it."""
+    sums: TensorSums | None = None
 
     @property
     def end(self) -> int:
         """The position of the next block."""
-        return self.offset + self.bytes
+        return self.offset + self.nbytes
+
+    def tensor(self, file: Path) -> FileTensor:
+        """Returns the block as a tensor, which has a dtype that arrays can have."""
+        assert self.stored.dtype is not None
+        return FileTensor(
+            file, self.offset, self.stored.shape, self.stored.dtype, self.is_fortran, self.path, self.sums
+        )
+
+
+def _read_blocks(
+    path: Path, leaves: Sequence[RequestedLeaf], surplus: str, verify: bool
+) -> tuple[list[_Block], list[Finding]]:
+    """Returns all blocks of a file, and what is wrong with it: after a bad header nothing can be read."""
+    blocks: list[_Block] = []
+
+    def problem(
+        code: str, message: str, remedy: str = "", leaf_path: str = str(path)
+    ) -> tuple[list[_Block], list[Finding]]:
+        return blocks, [Finding("error", code, message, leaf_path, remedy)]
+
+    try:
+        with open_regular(path) as file:
+            size, offset = os.fstat(file.fileno()).st_size, 0
+            while offset < size and os.pread(file.fileno(), len(_CHECKSUMS), offset) != _CHECKSUMS:
+                leaf = leaves[len(blocks)] if len(blocks) < len(leaves) else None
+                leaf_path, where = leaf.path if leaf else str(path), f"block {len(blocks)}, at byte {offset}: "
+                block = _read_header(file, offset, size, leaf)
+                if isinstance(block, str):
+                    return problem("unreadable", where + block, "", leaf_path)
+                if block.end > size:
+                    message = f"{where}{block.stored} would end at byte {block.end}, and the file has {size} bytes"
+                    return problem("truncated", message, "copy the file again", leaf_path)
+                blocks.append(block)
+                offset = block.end
+            text = os.pread(file.fileno(), min(size - offset, MOST_TEXT_BYTES), offset)
+    except FileNotFoundError:
+        return problem("file", "no such file")
+    except OSError as error:
+        return problem("file", f"cannot be read: {error.strerror or error}")
+    if len(blocks) < len(leaves):
+        message = f"the file ends here, after {len(blocks)} of {len(leaves)} arrays and numbers"
+        return problem("ended", message, "save the tree that `like` describes", leaves[len(blocks)].path)
+    if verify and text:
+        headers, sizes = [*(block.header for block in blocks), text], [block.nbytes for block in blocks]
+        sums = read_text(text[len(_CHECKSUMS) :].decode("ascii", "replace"), headers, sizes)
+        if sums is None:
+            return problem("damaged", "its headers differ from their checksum", DAMAGED)
+        blocks = [attrs.evolve(block, sums=block_sums) for block, block_sums in zip(blocks, sums, strict=True)]
+    others = blocks[len(leaves) :]
+    if not others or surplus != "error":
+        return blocks, []
+    listed = ", ".join(str(block.stored) for block in others[:3]) + (" ..." if len(others) > 3 else "")
+    arrays = "1 more array or number" if len(others) == 1 else f"{len(others)} more arrays or numbers"
+    nbytes = sum(len(block.header) + block.nbytes for block in others)
+    message = f"it has {arrays}, {nbytes} bytes, after the {len(leaves)} of `like`: {listed}"
+    return problem("surplus", message, '`like` lacks what was saved after them; surplus="skip" ignores it')
 
 
 def _with_suffix(path: Path) -> Path:
@@ -217,7 +200,7 @@ def _with_suffix(path: Path) -> Path:
     return suffixed if os.path.isfile(suffixed) or not os.path.isfile(path) else path
 
 
-def _read_header(file: FileIO, offset: int, size: int, expected: np.dtype | None) -> _Block | str:
+def _read_header(file: FileIO, offset: int, size: int, leaf: RequestedLeaf | None) -> _Block | str:
     """Returns the block that begins at `offset`, or why there is none."""
     start = os.pread(file.fileno(), 12, offset)
     if start[:6] != _MAGIC:
@@ -234,17 +217,16 @@ def _read_header(file: FileIO, offset: int, size: int, expected: np.dtype | None
     text = raw[8 + width :].decode("latin1" if width == 2 else "utf8", "replace")
     try:
         header = ast.literal_eval(text.strip())
-        descr, shape, fortran = header["descr"], tuple(header["shape"]), bool(header["fortran_order"])
-        itemsize, dtype = _dtype(descr, expected)
+        descr, shape, is_fortran = header["descr"], tuple(header["shape"]), bool(header["fortran_order"])
+        itemsize, dtype = _dtype(descr, leaf and leaf.dtype)
     # What a broken header holds may be anything, and numpy and Python have many errors for it.
     except Exception as error:  # noqa: BLE001
         return f"its header cannot be read: {type(error).__name__}: {error!s:.120}"
     # Booleans are integers in Python, and sizes beyond those of files could not be printed.
     if len(shape) > 32 or not all(type(dim) is int and 0 <= dim < 2**63 for dim in shape):
         return f"its header cannot be read: invalid shape {shape!r:.80}"
-    count = math.prod(shape)
     stored = StoredArray(shape, dtype, str(descr) if dtype is None else str(dtype))
-    return _Block(raw, begin, count * itemsize, fortran, stored)
+    return _Block(raw, begin, math.prod(shape) * itemsize, is_fortran, stored, leaf.path if leaf else "")
 
 
 def _dtype(descr: Any, expected: np.dtype | None) -> tuple[int, np.dtype | None]:
@@ -300,7 +282,7 @@ def save_equinox(path: Any, tree: Any, *, timeout: float = 1800) -> None:
         refuse(saving.title, findings, "saved, and nothing was written")
         return SavePlan(leaves, str(target), lambda _: [_layout(target, leaves)], re.escape(target.name))
 
-    saving.write_files(plan)
+    saving.save(plan)
 
 
 def _layout(target: Path, leaves: Sequence[SavedLeaf]) -> FileLayout:

@@ -7,10 +7,12 @@ anything is read, and an index names files in its own folder.
 """
 
 import collections
+import contextlib
+import gc
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any, TypeAlias, final
 
@@ -91,23 +93,20 @@ class Safetensors:
 
     stored: Mapping[str, StoredArray]
     """Each tensor by name."""
-    headers: Mapping[str, "_Header"]
-    """The file of each tensor."""
+    places: Mapping[str, tuple[Path, int, TensorSums | None]]
+    """The file of each tensor, its first byte, and its checksums if it has any."""
     problems: Sequence[Finding]
 
     def tensor(self, name: str) -> FileTensor:
         """Returns where a tensor is, which has a dtype that arrays can have."""
-        header, stored = self.headers[name], self.stored[name]
+        (path, start, sums), stored = self.places[name], self.stored[name]
         assert stored.dtype is not None
-        start, sums = header.begin + header.entries[name][2], header.sums.get(name)
-        return FileTensor(header.path, start, stored.shape, stored.dtype, name=repr(name), sums=sums)
+        return FileTensor(path, start, stored.shape, stored.dtype, name=repr(name), sums=sums)
 
 
 @final
 @attrs.frozen(eq=False)
 class SafetensorsIndex:
-    """The contents of an index."""
-
     path: Path
     files: Mapping[str, Path]
     """The file of each tensor."""
@@ -132,22 +131,35 @@ def read_headers(path: Path, *, whole: bool = True, verify: bool = True) -> Safe
     checksums are ignored.
     """
     stored: dict[str, StoredArray] = {}
-    headers: dict[str, _Header] = {}
+    places: dict[str, tuple[Path, int, TensorSums | None]] = {}
     files, index, problems = _files(path, verify)
     file_of = index.files if index else {}
-    for file in files:
-        header, file_problems = _read_header(file, index, whole, verify)
-        problems += file_problems
-        arrays = header.stored
-        if index:  # it says which of several files counts
-            arrays = {name: array for name, array in arrays.items() if file_of.get(name, file) == file}
-        if not stored.keys().isdisjoint(arrays):
-            remedy = "write an index that says which one counts"
-            twice = [name for name in arrays if name in stored]
-            problems += [_problem(file, f"{name!r} is in another file too", remedy) for name in twice]
-        stored |= arrays
-        headers |= dict.fromkeys(arrays, header)
-    return Safetensors(stored, headers, [*problems, *_missing(file_of, stored, problems)])
+    with _uncollected():
+        for file in files:
+            header = _read_header(file, index, whole, verify)
+            problems += header.problems
+            arrays = header.stored
+            if index:  # it says which of several files counts
+                arrays = {name: array for name, array in arrays.items() if file_of.get(name, file) == file}
+            if not stored.keys().isdisjoint(arrays):
+                remedy = "write an index that says which one counts"
+                twice = [name for name in arrays if name in stored]
+                problems += [_problem(file, f"{name!r} is in another file too", remedy) for name in twice]
+            stored |= arrays
+            places |= {name: header.places[name] for name in arrays}
+    return Safetensors(stored, places, [*problems, *_missing(file_of, stored, problems)])
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Headers have up to a million tables and lists: the collector would go through them again and again."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def _missing(
@@ -194,7 +206,7 @@ def read_index(path: Path, *, verify: bool = True) -> SafetensorsIndex:
             if size > MOST_TEXT_BYTES:
                 raise _BrokenError(f"it has {bytes_text(size)}, and an index at most {bytes_text(MOST_TEXT_BYTES)}")
             text = file.read().removeprefix(b"\xef\xbb\xbf")  # a mark of its encoding
-        table = _table(text, _unique_keys)
+        table = _table(text)
         weight_map = table.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise _BrokenError("it has no weight_map, or an empty one")
@@ -237,24 +249,8 @@ def is_pointer(path: Path) -> bool:
         return file.read(8) == _POINTER
 
 
-@final
-@attrs.frozen(eq=False)
-class _Header:
-    """The contents of one file."""
-
-    path: Path
-    begin: int = 0
-    """The position of its data."""
-    entries: Mapping[str, "_Entry"] = attrs.field(factory=dict)
-    stored: Mapping[str, StoredArray] = attrs.field(factory=dict)
-    sums: Mapping[str, TensorSums] = attrs.field(factory=dict)
-    """The checksums of tensors that have any."""
-
-
-def _read_header(
-    path: Path, index: SafetensorsIndex | None, whole: bool, verify: bool
-) -> tuple[_Header, list[Finding]]:
-    """Returns the contents of a file, and what is wrong with it."""
+def _read_header(path: Path, index: SafetensorsIndex | None, whole: bool, verify: bool) -> Safetensors:
+    """Returns the contents of one file."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -262,36 +258,40 @@ def _read_header(
             length = int.from_bytes(start, "little")
             begin = 8 + length
             if begin > size or length > MOST_TEXT_BYTES:
-                return _Header(path), [_problem(path, *_length_problem(start, length, size))]
+                return Safetensors({}, {}, [_problem(path, *_length_problem(start, length, size))])
             text = file.read(length)
-        table = _table(text, _entry_or_table)
-        entries = _entries(table)
+        table = _table(text)
+        entries = {name: _entry(name, entry) for name, entry in table.items() if name != _METADATA}
+        _check_names(entries)
     except _BrokenError as error:
-        return _Header(path), [_problem(path, f"its header cannot be read: {error}", _COPY)]
+        return Safetensors({}, {}, [_problem(path, f"its header cannot be read: {error}", _COPY)])
     except OSError as error:
-        why = f"cannot be read: {error.strerror or error}"
-        if index is None:
-            return _Header(path), [_problem(path, why, "pass the file that was saved")]
-        message = f"the index {index.path.name} names this file, and it {why}"
-        return _Header(path), [_problem(path, message, "download it, or write the index again")]
+        message, remedy = f"cannot be read: {error.strerror or error}", "pass the file that was saved"
+        if index is not None:
+            message, remedy = (
+                f"the index {index.path.name} names this file, and it {message}",
+                "download it, or write the index again",
+            )
+        return Safetensors({}, {}, [_problem(path, message, remedy)])
     # A damaged file may still have a header that can be read: offsets must fill the file exactly.
     messages = list(_offset_problems(entries, size - begin if whole else None))
     sums = _sums(table.get(_METADATA), entries, start + text) if verify and not messages else {}
     if sums is None:
-        return _Header(path), [_problem(path, "its header differs from its checksum", DAMAGED)]
+        return Safetensors({}, {}, [_problem(path, "its header differs from its checksum", DAMAGED)])
     stored: dict[str, StoredArray] = {}
     # Layers repeat, so that headers of a million tensors have few kinds of them.
-    kinds: dict[tuple[str, tuple[int, ...]], tuple[StoredArray, int | None]] = {}
+    kinds: dict[tuple[str, tuple[int, ...]], StoredArray] = {}
     for name, (dtype_name, shape, first, end) in entries.items():
-        kind = kinds.get((dtype_name, shape))
-        if kind is None:
+        array = kinds.get((dtype_name, shape))
+        if array is None:
             dtype = np.dtype(DTYPES[dtype_name]) if dtype_name in DTYPES else None
-            nbytes = None if dtype is None else math.prod(shape) * dtype.itemsize
-            kind = kinds[dtype_name, shape] = StoredArray(shape, dtype, dtype_name), nbytes
-        stored[name], nbytes = kind
-        if nbytes is not None and nbytes != end - first:
-            messages.append(f"{name!r}, {stored[name]}, takes {nbytes} bytes, not the {end - first} it has")
-    return _Header(path, begin, entries, stored, sums), [_problem(path, message, _COPY) for message in messages]
+            array = kinds[dtype_name, shape] = StoredArray(shape, dtype, dtype_name)
+        stored[name] = array
+        if array.dtype is not None and math.prod(shape) * array.dtype.itemsize != end - first:
+            nbytes = math.prod(shape) * array.dtype.itemsize
+            messages.append(f"{name!r}, {array}, takes {nbytes} bytes, not the {end - first} it has")
+    places = {name: (path, begin + entry[2], sums.get(name)) for name, entry in entries.items()}
+    return Safetensors(stored, places, [_problem(path, message, _COPY) for message in messages])
 
 
 def _length_problem(start: bytes, length: int, size: int) -> tuple[str, str]:
@@ -310,15 +310,6 @@ _Entry: TypeAlias = tuple[str, tuple[int, ...], int, int]
 
 _KEYS = {"dtype": "a name", "shape": "a list of sizes", "data_offsets": "two ascending positions"}
 """The keys of an entry, and what their values are."""
-
-_KEY_ORDER = tuple(_KEYS)
-
-
-def _entries(table: Mapping[str, Any]) -> dict[str, _Entry]:
-    """Returns the dtype, the shape and the offsets of each tensor in a header."""
-    entries = {name: _entry(name, entry) for name, entry in table.items() if name != _METADATA}
-    _check_names(entries)
-    return entries
 
 
 def _check_names(names: Iterable[str]) -> None:
@@ -344,11 +335,11 @@ def _sums(metadata: Any, entries: Mapping[str, _Entry], header: bytes) -> dict[s
     return None if sums is None else dict(zip(names, sums, strict=True))
 
 
-def _table(text: bytes, read: Callable[[list[tuple[str, Any]]], Any]) -> dict[str, Any]:
-    """Returns the table that JSON holds; a `_BrokenError` says why it holds none. `read` makes tables from pairs."""
+def _table(text: bytes) -> dict[str, Any]:
+    """Returns the table that JSON holds; a `_BrokenError` says why it holds none."""
     try:
         # Sizes are checked below.
-        table = read_json(text.decode("utf-8"), object_pairs_hook=read, parse_int=int)
+        table = read_json(text.decode("utf-8"), object_pairs_hook=_unique_keys, parse_int=int)
     except UnicodeDecodeError as error:
         raise _BrokenError(f"byte {error.start} of it is not UTF-8 text") from error
     except json.JSONDecodeError as error:
@@ -356,8 +347,6 @@ def _table(text: bytes, read: Callable[[list[tuple[str, Any]]], Any]) -> dict[st
         raise _BrokenError(f"it is not JSON: {error.msg} at character {error.pos}{cut}") from error
     except ValueError as error:  # a number of more digits than Python reads
         raise _BrokenError(f"it is not JSON: {error!s:.80}") from error
-    if isinstance(table, tuple):  # what looks like a tensor is the whole
-        return _table(text, _unique_keys)
     if not isinstance(table, dict):
         raise _BrokenError(f"it holds {table!r:.40}, not a table by name")
     return table
@@ -369,18 +358,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = collections.Counter(name for name, _ in pairs)
         raise _BrokenError(f"{counts.most_common(1)[0][0]!r:.80} is in it twice")
     return result
-
-
-def _entry_or_table(pairs: list[tuple[str, Any]]) -> _Entry | dict[str, Any]:
-    """Returns the entry of a tensor if that is all that a table of JSON is, else the table.
-
-    Headers have up to a million entries: as tables with lists, the collector would go through them again and again.
-    """
-    if len(pairs) == 3:
-        (first, dtype), (second, shape), (third, offsets) = pairs
-        if (first, second, third) == _KEY_ORDER and _is_entry(dtype, shape, offsets):
-            return dtype, tuple(shape), *offsets
-    return _unique_keys(pairs)
 
 
 def _is_entry(dtype: Any, shape: Any, data_offsets: Any) -> bool:
@@ -395,16 +372,15 @@ def _is_entry(dtype: Any, shape: Any, data_offsets: Any) -> bool:
 
 def _entry(name: str, entry: Any) -> _Entry:
     """Returns the dtype, the shape and the offsets of a tensor from its JSON."""
-    if isinstance(entry, tuple):
-        return entry  # pyright: ignore[reportReturnType]  of `_entry_or_table`
     if not isinstance(entry, dict):
         raise _BrokenError(f"{name!r:.80} is {entry!r:.40}, not a table with {', '.join(_KEYS)}")
-    valid: dict[str, Any] = {"dtype": "F32", "shape": [], "data_offsets": [0, 0]}
-    for key, expected in _KEYS.items():
-        if key not in entry:
-            raise _BrokenError(f"{name!r:.80} has no {key}")
-        if not _is_entry(**{**valid, key: entry[key]}):
-            raise _BrokenError(f"{name!r:.80} has the {key} {entry[key]!r:.60}, expected {expected}")
+    if entry.keys() != _KEYS.keys() or not _is_entry(**entry):
+        valid: dict[str, Any] = {"dtype": "F32", "shape": [], "data_offsets": [0, 0]}
+        for key, expected in _KEYS.items():
+            if key not in entry:
+                raise _BrokenError(f"{name!r:.80} has no {key}")
+            if not _is_entry(**{**valid, key: entry[key]}):
+                raise _BrokenError(f"{name!r:.80} has the {key} {entry[key]!r:.60}, expected {expected}")
     return entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]
 
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from shardrules.core.errors import CheckpointError, ConfigError, ConfigTypeError, TreeError, printable, shown
+from shardrules.core.errors import CheckpointError, ConfigTypeError, TreeError, printable, shown
 from shardrules.core.finding import Finding, listing, merged
 from shardrules.core.jax_state import under_trace
 from shardrules.core.keys import is_key
@@ -57,15 +57,6 @@ def refuse(what: str, findings: Sequence[Finding], undone: str = "loaded, and no
         raise CheckpointError(f"{what} cannot be {undone}:\n{listing(merged(findings))}")
 
 
-def check_flags(caller: str, surplus: Any = "error", **flags: Any) -> None:
-    """Refuses options of a loader that it does not have: text, such as `"no"`, would count as true."""
-    if surplus not in ("error", "skip"):
-        raise ConfigError(f"{caller}: surplus must be 'error' or 'skip', got {shown(surplus)}")
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ConfigError(f"{caller}: {name} must be True or False, got {shown(value)}")
-
-
 def is_unicode(name: str) -> bool:
     """Returns whether files can hold a name: it has no half of a surrogate pair."""
     return not any("\ud800" <= char <= "\udfff" for char in name)
@@ -89,7 +80,6 @@ class RequestedLeaf:
 
     @property
     def is_array(self) -> bool:
-        """Returns whether it is an array, rather than a Python value."""
         return self.sharding is not None
 
     @property
@@ -193,12 +183,10 @@ class SavedLeaf:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes in a file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_local(self) -> bool:
-        """Returns whether this process has all of it."""
         return not isinstance(self.value, jax.Array) or self.value.is_fully_addressable
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import attrs
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -54,6 +55,23 @@ class StoredArray:
         return None if self.shape else NUMBERS[_dtype_kind(self.dtype)]
 
 
+@final
+@attrs.frozen(eq=False)
+class Contents:
+    """The tensors of a checkpoint, as a format describes them."""
+
+    stored: Mapping[str, StoredArray]
+    tensor_names: Sequence[Any]
+    """The name of the tensor of each leaf, which may be anything that a user passes."""
+    read: Callable[[Sequence[RequestedLeaf], Sequence[Name]], list[Any]]
+    """From leaves and the names of their tensors to arrays or sources of them, and Python values."""
+    problems: Sequence[Finding] = ()
+    has_stacks: bool = False
+    """True where several tensors may be one array."""
+    label: Callable[[str], str] = repr
+    """The name of a tensor as messages write it."""
+
+
 def name_function(names: Names, default: Callable[[str], str], caller: str) -> Callable[[str], Any]:
     """Returns the function from paths to names; paths that a table lacks have the name `default(path)`."""
     if callable(names):
@@ -75,34 +93,37 @@ def unknown_paths(names: Names, paths: Sequence[str], tree: str) -> Iterator[Mis
             yield Finding("error", "no-leaf", why, str(path), "write paths as sr.leaf_paths does"), ""
 
 
+def requested_names(
+    leaves: Sequence[RequestedLeaf], stored: Mapping[str, StoredArray], name_of: Callable[[str], Any]
+) -> list[Any]:
+    """Returns the name of the tensor of each leaf; a variable that occurs twice may be saved only at its first path."""
+    names = [name_of(leaf.path) for leaf in leaves]
+    return [
+        name_of(leaf.first_path)
+        if leaf.first_path and (name is None or isinstance(name, str)) and name not in stored
+        else name
+        for leaf, name in zip(leaves, names, strict=True)
+    ]
+
+
 def match(
-    leaves: Sequence[RequestedLeaf],
-    stored: Mapping[str, StoredArray],
-    names: Names,
-    name_of: Callable[[str], Any],
-    *,
-    surplus: str,
-    cast: bool,
-    stacks: bool = False,
+    leaves: Sequence[RequestedLeaf], contents: Contents, names: Names = None, *, surplus: str, cast: bool
 ) -> tuple[list[Name], list[Finding]]:
     """Returns the name of the tensor that each leaf takes, `None` where it keeps its value, and all that is wrong.
 
-    `name_of` follows from `names`, of which a table may have paths that are none. Tensors that no leaf takes are wrong
-    if `surplus` is `"error"`, other dtypes than the leaves' unless `cast`. With `stacks` leaves may be stacks.
+    A table of `names` may have paths that are none. Tensors that no leaf takes are wrong if `surplus` is `"error"`,
+    other dtypes than the leaves' unless `cast`.
     """
-    paths = [leaf.path for leaf in leaves]
+    stored, paths = contents.stored, [leaf.path for leaf in leaves]
     mismatches = list(unknown_paths(names, paths, "`like`"))
     matches: list[Name] = []
     matched: dict[str, None] = {}
-    for leaf in leaves:
-        name = name_of(leaf.path)
-        if leaf.first_path and (name is None or isinstance(name, str)) and name not in stored:
-            name = name_of(leaf.first_path)
-        is_stack = stacks and leaf.is_array and isinstance(name, list | tuple)
+    for leaf, name in zip(leaves, contents.tensor_names, strict=True):
         # A Python number that the file lacks keeps its value; an array that it lacks is an error.
         if not leaf.is_array and isinstance(name, str) and name not in stored:
             name = None
-        wrong = list(_mismatches(leaf, name, stored, cast=cast, is_stack=is_stack))
+        is_stack = contents.has_stacks and leaf.is_array and isinstance(name, list | tuple)
+        wrong = list(_mismatches(leaf, name, contents, cast=cast, is_stack=is_stack))
         mismatches += wrong
         if (wrong and is_stack) or any(finding.code in ("no-name", "missing") for finding, _ in wrong):
             name = None
@@ -118,13 +139,9 @@ def match(
     return matches, mismatch_findings(mismatches, stored, paths)
 
 
-def flat_names(names: Any) -> Iterator[Any]:
-    """Yields the names of a stack, or a single one."""
-    if isinstance(names, list | tuple):
-        for name in names:
-            yield from flat_names(name)
-    else:
-        yield names
+def flat_names(names: Any) -> list[Any]:
+    """Returns the names of a stack, or a single one."""
+    return jax.tree.leaves(names, is_leaf=lambda part: not isinstance(part, list | tuple))
 
 
 def stack_shape(names: Any) -> tuple[int, ...] | None:
@@ -138,7 +155,7 @@ def stack_shape(names: Any) -> tuple[int, ...] | None:
 
 
 def _mismatches(
-    leaf: RequestedLeaf, name: Any, stored: Mapping[str, StoredArray], *, cast: bool, is_stack: bool
+    leaf: RequestedLeaf, name: Any, contents: Contents, *, cast: bool, is_stack: bool
 ) -> Iterator[Mismatch]:
     """Yields what is wrong if a leaf takes a tensor or a stack of tensors, or keeps its value."""
     shape = leaf.shape if leaf.is_array else None
@@ -159,15 +176,15 @@ def _mismatches(
         return
     layer = attrs.evolve(leaf, shape=leaf.shape[len(dims) :]) if dims else leaf
     for tensor in flat_names(name):
-        if tensor in stored:
-            yield from compare(layer, repr(tensor), stored[tensor], cast=cast)
+        if tensor in contents.stored:
+            yield from _compare(layer, contents.label(tensor), contents.stored[tensor], cast=cast)
         else:
             remedy = "name its tensor, names={{}: ...}; None there keeps the values in `like`"
             why = "the checkpoint has no '{}'"
             yield Finding("error", "missing", why, leaf.path, remedy, layer.shape), tensor
 
 
-def compare(leaf: RequestedLeaf, name: str, stored: StoredArray, *, cast: bool) -> Iterator[Mismatch]:
+def _compare(leaf: RequestedLeaf, name: str, stored: StoredArray, *, cast: bool) -> Iterator[Mismatch]:
     """Yields what is wrong if a leaf takes a tensor, which messages call `name`."""
 
     def mismatch(code: str, why: str, remedy: str) -> Mismatch:

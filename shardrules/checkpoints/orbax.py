@@ -5,11 +5,12 @@ wrong before anything is read or written, and replaces an old checkpoint at once
 """
 
 import collections
+import functools
 import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -17,30 +18,10 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from shardrules.checkpoints.commit import (
-    SavePlan,
-    Saving,
-    forget,
-    make_folders,
-    remove_folders,
-    remove_leftover_folders,
-    remove_leftovers,
-    replace_folder,
-    replaced_folder,
-    short_name,
-    temporary_name,
-)
-from shardrules.checkpoints.leaves import (
-    PYTHON_TYPES,
-    RequestedLeaf,
-    check_flags,
-    name_findings,
-    refuse,
-    requested_leaves,
-    saved_leaves,
-    with_values,
-)
-from shardrules.checkpoints.names import Names, StoredArray, match, name_function
+from shardrules.checkpoints.commit import SavePlan, Saving, replaced_folder
+from shardrules.checkpoints.leaves import PYTHON_TYPES, RequestedLeaf, name_findings, refuse, saved_leaves
+from shardrules.checkpoints.load import load
+from shardrules.checkpoints.names import Contents, Name, Names, StoredArray, name_function, requested_names
 from shardrules.core.axes import AnyMesh
 from shardrules.core.boxes import plain_trees
 from shardrules.core.errors import CheckpointError
@@ -48,7 +29,6 @@ from shardrules.core.finding import Finding
 from shardrules.core.jax_state import process_id
 from shardrules.core.storage.files import as_path
 from shardrules.core.tree import array_kind, leaf_paths
-from shardrules.placement.destination import resolve_destination
 from shardrules.placement.source import ArraySource
 from shardrules.rules.how import How
 
@@ -93,9 +73,7 @@ def load_orbax(
     - `names`: from a leaf's path to the path in the checkpoint, as a function, or as a table for the paths that differ.
         Paths of flax boxes and variables end without `value`. `None` for a path: the checkpoint lacks it, and the
         array in `like` is placed.
-    - `surplus`: `"error"` refuses arrays of the checkpoint that no leaf takes, `"skip"` ignores them.
-    - `cast`: whether an array of another dtype than the leaf's is converted, or is an error. Integers may become
-        floats, but not the other way round.
+    - `surplus`, `cast`: as for `load_safetensors`.
 
     **Returns:**
 
@@ -117,51 +95,58 @@ def load_orbax(
     assert state["step"] == 7 and state["w"].sharding.spec == P("data", "model")
     ```
     """
-    check_flags("load_orbax", surplus, cast=cast)
     orbax, folder = _import_orbax(path, "load_orbax")
-    destination = resolve_destination(like, how, mesh, caller="load_orbax")
-    leaves = requested_leaves(like, destination, "load_orbax")
-    title = f"load_orbax: {folder}"
     handler = orbax.PyTreeCheckpointHandler()
+
+    def contents(leaves: Sequence[RequestedLeaf]) -> Contents:
+        metadata = _metadata(handler, folder, f"load_orbax: {folder}")
+        stored, name_of = _stored_arrays(metadata), name_function(names, str, "load_orbax")
+
+        def plain_name_of(leaf_path: str) -> Any:
+            # A box or variable may also be named with its `value`.
+            name = name_of(leaf_path)
+            return name.removesuffix(_VALUE) if isinstance(name, str) and name not in stored else name
+
+        tensor_names = requested_names(leaves, stored, plain_name_of)
+        return Contents(stored, tensor_names, functools.partial(_read, handler, orbax, folder, metadata))
+
     try:
-        metadata = _metadata(handler, folder, title)
-        stored = _stored_arrays(metadata)
-        name_of = name_function(names, str, "load_orbax")
-        plain_name_of = lambda path: _plain_name(stored, name_of(path))  # noqa: E731
-        matches, findings = match(leaves, stored, names, plain_name_of, surplus=surplus, cast=cast)
-        refuse(title, findings)
-        values = [leaf.value for leaf in leaves]
-        rest = [(index, name) for index, name in enumerate(matches) if isinstance(name, str)]
-        # One restore reads each array once: a second one is for arrays that several leaves take.
-        while rest:
-            batch: dict[str, int] = {}
-            for index, name in rest:
-                batch.setdefault(name, index)
-            rest = [(index, name) for index, name in rest if batch[name] != index]
-            requested = {name: leaves[index] for name, index in batch.items()}
-            for name, value in _restore(handler, orbax, folder, metadata, requested, title).items():
-                values[batch[name]] = value
+        return load("load_orbax", folder, like, how, mesh, contents, names, surplus=surplus, cast=cast)
     finally:
         handler.close()
-    return with_values(destination, leaves, values)
 
 
-def _restore(
-    handler: Any, orbax: ModuleType, folder: Any, metadata: Any, requested: dict[str, RequestedLeaf], title: str
-) -> dict[str, Any]:
-    """Reads the requested arrays and Python values, by their names in the checkpoint."""
+def _read(
+    handler: Any,
+    orbax: ModuleType,
+    folder: Any,
+    metadata: Any,
+    leaves: Sequence[RequestedLeaf],
+    matches: Sequence[Name],
+) -> list[Any]:
+    """Reads what leaves take."""
     names, treedef = _leaf_names(metadata), jax.tree.structure(metadata)
-    items, options = zip(*(_request(requested.get(name), orbax) for name in names), strict=True)
-    arguments = orbax.args.PyTreeRestore(treedef.unflatten(items), treedef.unflatten(options))
-    try:
-        restored = jax.tree.leaves(handler.restore(folder, args=arguments))
-    except Exception as error:  # orbax has no narrower error for data that cannot be read
-        raise CheckpointError(f"{title}: orbax cannot read it: {error!s:.300}") from error
-    return {
-        name: value if requested[name].is_array else _python_value(value, requested[name])
-        for name, value in zip(names, restored, strict=True)
-        if name in requested
-    }
+    values = [leaf.value for leaf in leaves]
+    rest = [(index, name) for index, name in enumerate(matches) if isinstance(name, str)]
+    # One restore reads each array once: a second one is for arrays that several leaves take.
+    while rest:
+        batch: dict[str, int] = {}
+        for index, name in rest:
+            batch.setdefault(name, index)
+        rest = [(index, name) for index, name in rest if batch[name] != index]
+        requests = [_request(leaves[batch[name]] if name in batch else None, orbax) for name in names]
+        items, options = (treedef.unflatten(parts) for parts in zip(*requests, strict=True))
+        try:
+            restored = handler.restore(folder, args=orbax.args.PyTreeRestore(items, options))
+        except Exception as error:  # orbax has no narrower error for data that cannot be read
+            raise CheckpointError(f"load_orbax: {folder}: orbax cannot read it: {error!s:.300}") from error
+        for name, value in zip(names, jax.tree.leaves(restored), strict=True):
+            if name in batch:
+                leaf = leaves[batch[name]]
+                if not leaf.is_array:
+                    value = leaf.python_value(value if isinstance(leaf.value, str) else np.asarray(value).item())
+                values[batch[name]] = value
+    return values
 
 
 def read_orbax_metadata(path: Any) -> dict[str, StoredArray]:
@@ -177,25 +162,23 @@ def read_orbax_metadata(path: Any) -> dict[str, StoredArray]:
 
 
 def _stored_arrays(metadata: Any) -> dict[str, StoredArray]:
-    pairs = zip(_leaf_names(metadata), jax.tree.leaves(metadata), strict=True)
-    return {name: _stored_array(array) for name, array in pairs}
+    stored: dict[str, StoredArray] = {}
+    for name, leaf in zip(_leaf_names(metadata), jax.tree.leaves(metadata), strict=True):
+        kind = array_kind(leaf)
+        if kind is None or leaf.dtype is None:
+            stored[name] = StoredArray((), None, type(leaf).__name__.removesuffix("Metadata").lower())
+        else:
+            stored[name] = StoredArray(kind[0], kind[1], str(kind[1]))
+    return stored
 
 
 def _leaf_names(metadata: Any) -> list[str]:
     """Returns the path of each array. Orbax saves a box or a variable of flax as a folder with nothing but `value`."""
     paths = leaf_paths(metadata)
-    counts = collections.Counter(folder for path in paths for folder in _folders(path))
+    counts = collections.Counter(
+        folder for path in paths for folder in itertools.accumulate(path.split("/")[:-1], "{}/{}".format)
+    )
     return [path.removesuffix(_VALUE) if counts[path.removesuffix(_VALUE)] == 1 else path for path in paths]
-
-
-def _folders(path: str) -> Iterator[str]:
-    """Yields the paths of all containers that an array is in."""
-    return itertools.accumulate(path.split("/")[:-1], "{}/{}".format)
-
-
-def _plain_name(stored: Mapping[str, StoredArray], name: Any) -> Any:
-    """Returns a name as it is in `stored`, also where a box or variable is named with its `value`."""
-    return name.removesuffix(_VALUE) if isinstance(name, str) and name not in stored else name
 
 
 def _import_orbax(path: Any, caller: str) -> tuple[ModuleType, Any]:
@@ -239,13 +222,6 @@ def _metadata(handler: Any, folder: Any, title: str) -> Any:
         refuse(title, [Finding("error", "file", message, str(folder))])
 
 
-def _stored_array(leaf: Any) -> StoredArray:
-    kind = array_kind(leaf)
-    if kind is None or leaf.dtype is None:
-        return StoredArray((), None, type(leaf).__name__.removesuffix("Metadata").lower())
-    return StoredArray(kind[0], kind[1], str(kind[1]))
-
-
 def _request(leaf: RequestedLeaf | None, orbax: ModuleType) -> tuple[Any, Any]:
     """Returns what orbax reads for a leaf, and its options; nothing is read for `None`."""
     if leaf is None:
@@ -256,10 +232,6 @@ def _request(leaf: RequestedLeaf | None, orbax: ModuleType) -> tuple[Any, Any]:
         return kind, orbax.ArrayRestoreArgs(restore_type=jax.Array, **options)
     options = {} if isinstance(leaf.value, str) else {"restore_type": np.ndarray}
     return leaf.value, orbax.RestoreArgs(**options)
-
-
-def _python_value(value: Any, leaf: RequestedLeaf) -> Any:
-    return leaf.python_value(value if isinstance(leaf.value, str) else np.asarray(value).item())
 
 
 def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
@@ -291,7 +263,8 @@ def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
     ```
     """
     orbax, folder = _import_orbax(path, "save_orbax")
-    saving = Saving(f"save_orbax: {folder}", timeout)
+    title = f"save_orbax: {folder}"
+    is_local = "://" not in str(folder)
 
     def plan() -> SavePlan:
         leaves, findings = saved_leaves(tree, "save_orbax", _unsupported)
@@ -308,64 +281,47 @@ def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
         values = zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
         names = [(path, path.replace("/", ".")) for path, value in values if _value(value) is not None]
         findings += name_findings(names, "Rename a key of the tree: orbax joins keys with dots")
-        refuse(saving.title, findings, "saved, and nothing was written")
-        return SavePlan(leaves, str(folder))
+        refuse(title, findings, "saved, and nothing was written")
+        # Another process may not see yet what the first one has just changed.
+        if process_id() == 0:
+            _check_replaceable(folder, title, is_local)
+        own_names = re.escape(folder.name)
+        return SavePlan(
+            leaves, str(folder), own_names=own_names, folder=Path(folder) if is_local else None, write=write
+        )
 
-    _, _, token, _ = saving.agree_on(plan)
-    is_local = "://" not in str(folder)
-    # Beside the old one: a name changes at once only within a file system.
-    target = temporary_name(Path(folder), token) if is_local else folder
-    folders: list[Path] = []
-
-    def prepare() -> None:
-        if not is_local and folder.exists():
-            raise CheckpointError(f"{saving.title} exists already: save each step in a folder of its own")
-        if is_local:
-            folders.extend(make_folders(Path(folder).parent))
-            remove_leftover_folders(Path(folder))
-            _check_replaceable(Path(folder), saving.title)
-            forget(Path(folder).rglob("*"))
-
-    def write() -> None:
+    def write(temporary: Path | None) -> None:
         checkpointer = orbax.Checkpointer(orbax.PyTreeCheckpointHandler())
         try:
-            checkpointer.save(target, jax.tree.map(_value, plain_trees(tree)))
+            checkpointer.save(temporary or folder, jax.tree.map(_value, plain_trees(tree)))
         except Exception as error:  # orbax has no narrower error for data that cannot be written
-            raise CheckpointError(f"{saving.title} cannot be saved: orbax says: {error!s:.300}") from error
+            raise CheckpointError(f"{title} cannot be saved: orbax says: {error!s:.300}") from error
         finally:
             checkpointer.close()
 
-    try:
-        saving.agree("the folder", prepare, by_first=True)
-        saving.agree("the arrays", write)
-        if is_local:
-            saving.agree("the names", lambda: replace_folder(Path(target), Path(folder)), by_first=True)
-    except BaseException:
-        if is_local and process_id() == 0:
-            remove_leftovers(Path(folder).parent, re.escape(short_name(Path(folder))))
-            remove_folders(folders)
-        raise
+    Saving(title, timeout).save(plan)
 
 
-def _check_replaceable(folder: Path, title: str) -> None:
+def _check_replaceable(folder: Any, title: str, is_local: bool) -> None:
     """Raises unless `folder` is missing, empty, or a checkpoint and nothing else: all that is in it is removed."""
+    if not is_local and folder.exists():
+        raise CheckpointError(f"{title} exists already: save each step in a folder of its own")
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{title} is a file, and a checkpoint is a folder")
     if folder == Path.cwd():
         raise CheckpointError(f"{title} is the current folder, which cannot be replaced: save to a folder in it")
     entries = sorted(folder.iterdir()) if folder.exists() else []
-    others = [entry.name for entry in entries if not _is_written(entry)]
+    others = [
+        entry.name
+        for entry in entries
+        if not _WRITTEN.fullmatch(entry.name) and not any((entry / name).exists() for name in _ZARR)
+    ]
     if others or (entries and not (folder / "_METADATA").exists()):
         names = ", ".join((others or [entry.name for entry in entries])[:5])
         raise CheckpointError(
             f"{title} cannot be saved: a checkpoint replaces its whole folder, and this one holds what is not part of "
             f"one: {names}. Pass another folder, such as {folder.name}/state"
         )
-
-
-def _is_written(entry: Path) -> bool:
-    """Returns whether orbax has written what is in the folder of a checkpoint."""
-    return bool(_WRITTEN.fullmatch(entry.name)) or any((entry / name).exists() for name in _ZARR)
 
 
 def _unsupported(dtype: np.dtype) -> str:

@@ -16,36 +16,30 @@ import numpy as np
 
 from shardrules.checkpoints.checksums import KEY, blank_text, is_text
 from shardrules.checkpoints.commit import FileLayout, SavePlan, Saving, remove
-from shardrules.checkpoints.headers import DTYPES, INDEX, Safetensors, read_headers, read_index
+from shardrules.checkpoints.headers import DTYPES, INDEX, read_headers, read_index
 from shardrules.checkpoints.leaves import (
     RequestedLeaf,
     SavedLeaf,
-    check_flags,
     local_path,
     name_findings,
     refuse,
-    requested_leaves,
     saved_leaves,
     title_of,
-    with_values,
 )
+from shardrules.checkpoints.load import load, read_tensors
 from shardrules.checkpoints.names import (
-    Name,
+    Contents,
     Names,
-    flat_names,
-    match,
     mismatch_findings,
     name_function,
-    stack_shape,
+    requested_names,
     unknown_paths,
 )
-from shardrules.checkpoints.tensor_file import file_source
 from shardrules.core.axes import AnyMesh
 from shardrules.core.errors import CheckpointError, ConfigError, ConfigTypeError, shown
 from shardrules.core.fields import read_bytes
 from shardrules.core.finding import Finding
 from shardrules.core.tree import leaf_paths
-from shardrules.placement.destination import resolve_destination
 from shardrules.rules.how import How
 
 _DTYPE_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
@@ -112,31 +106,18 @@ def load_safetensors(
     assert params["up"]["weight"].sharding.spec == P("model", None)
     ```
     """
-    check_flags("load_safetensors", surplus, cast=cast, verify=verify)
-    destination = resolve_destination(like, how, mesh, caller="load_safetensors")
-    leaves = requested_leaves(like, destination, "load_safetensors")
-    headers = read_headers(local_path(path, "load_safetensors"), verify=verify)
-    name_of = name_function(names, _default_name, "load_safetensors")
-    matches, findings = match(leaves, headers.stored, names, name_of, surplus=surplus, cast=cast, stacks=True)
-    if headers.problems:  # what is missing may be in a file that cannot be read
-        findings = [finding for finding in findings if finding.code not in ("missing", "surplus")]
-    refuse(f"load_safetensors: {path}", [*headers.problems, *findings])
-    values = [
-        leaf.value if name is None else _value(leaf, name, headers) for leaf, name in zip(leaves, matches, strict=True)
-    ]
-    return with_values(destination, leaves, values)
+
+    def contents(leaves: Sequence[RequestedLeaf]) -> Contents:
+        headers = read_headers(local_path(path, "load_safetensors"), verify=verify)
+        name_of = name_function(names, _default_name, "load_safetensors")
+        tensor_names = requested_names(leaves, headers.stored, name_of)
+        return Contents(headers.stored, tensor_names, read_tensors(headers.tensor), headers.problems, has_stacks=True)
+
+    return load("load_safetensors", path, like, how, mesh, contents, names, surplus=surplus, cast=cast, verify=verify)
 
 
 def _default_name(path: str) -> str:
     return path.replace("/", ".")
-
-
-def _value(leaf: RequestedLeaf, name: Name, headers: Safetensors) -> Any:
-    """Returns the array that a leaf takes, not read yet, or its Python number."""
-    stack = [headers.tensor(layer) for layer in flat_names(name)]
-    if leaf.is_array:
-        return file_source(stack, stack_shape(name) or (), leaf.device_dtype)
-    return leaf.python_value(file_source(stack, (), stack[0].dtype).part(()).item())
 
 
 def save_safetensors(
@@ -188,7 +169,7 @@ def save_safetensors(
     ```
     """
     saving = Saving(title_of("save_safetensors", path), timeout)
-    saving.write_files(lambda: _plan(path, tree, names, max_file_bytes, metadata, saving.title))
+    saving.save(lambda: _plan(path, tree, names, max_file_bytes, metadata, saving.title))
 
 
 @final

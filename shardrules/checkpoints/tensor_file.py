@@ -1,21 +1,23 @@
-"""`FileTensor`: a tensor at an offset of a file; only the bytes of the requested slices are read.
+"""Tensors in files, uncompressed: parts of them are read as they are requested, and written as devices have them.
 
 Bytes are read with plain calls, straight into the array that is returned. A mapped file would be simpler, but mapped
-pages count as memory of the process, and machines with a limit kill it for that.
+pages count as memory of the process, and machines with a limit kill it for that. And they are written from all
+processes at once: where each tensor begins follows from the shapes alone, so every process writes what its own devices
+hold, shard by shard; no process ever has a whole array, nor sends anything to another.
 
-A slice of a tensor lies in the file as runs of equal length at equal distances. Long runs are read one by one. Short
-ones are read together with what lies between them, a block at a time, and cut out; slices that lie beside each other
-are cut from the same block. What is read is checked while it is in the cache, if the file has checksums.
+A part of a tensor lies in the file as runs of equal length at equal distances. Long runs are read and written one by
+one. Short ones are read together with what lies between them, and cut out; parts that lie beside each other are read
+and written together, a block at a time. Checksums are taken and compared while the block is in the cache.
 """
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from io import FileIO
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import attrs
+import jax
 import numpy as np
 
 from shardrules.checkpoints.boxes import (
@@ -31,10 +33,17 @@ from shardrules.checkpoints.boxes import (
     row_blocks,
     run_of,
 )
-from shardrules.checkpoints.checksums import TensorSums
+from shardrules.checkpoints.checksums import UNKNOWN, TensorSums, block_count, block_sums
+from shardrules.checkpoints.leaves import SavedLeaf
 from shardrules.core.errors import CheckpointError
 from shardrules.core.storage.files import open_regular
 from shardrules.placement.source import ArraySource, Index
+
+TensorPart: TypeAlias = tuple[Box, Callable[[], np.ndarray]]
+"""A box of an array, and the function that reads it when it is written."""
+
+_SOURCE_BYTES = 64 * 2**20
+"""The bytes of an `ArraySource` that are read at once. Chosen by hand."""
 
 _SHORT_BYTES = 4 * 2**10
 """Below this, one call per run costs more than reading what lies between runs. Chosen by hand."""
@@ -62,7 +71,6 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -115,70 +123,61 @@ def _read(tensor: FileTensor, whole: Box, targets: Sequence[tuple[Box, np.ndarra
     """Fills an array for each of the boxes that together fill the box `whole` of a tensor in the file."""
     if not all(target.size for _, target in targets):
         return
-    shape = tensor.file_shape
+    dtype, shape = tensor.dtype, tensor.file_shape
     if not shape:
         shape, whole = (1,), ((0, 1),)
         targets = [(whole, target.reshape(1)) for _, target in targets]
+    steps = byte_steps(shape, dtype.itemsize)
+    inner, run_bytes = run_of(box_sizes(whole), steps, dtype.itemsize)
+    outer = _outer(box_sizes(whole), steps, inner, run_bytes)
+    first = targets[0][1]
+    is_direct = len(targets) == 1 and outer == inner and first.dtype == dtype and first.flags.c_contiguous
+    scratch = first.reshape(-1).view(np.uint8) if is_direct else np.empty(0, np.uint8)
+    while outer + 1 < len(steps) and steps[outer] > BLOCK_BYTES:
+        outer += 1
     with open_regular(tensor.path) as file:
-        reader = _Reader(file, tensor)
-        reader.read(shape, whole, targets)
-        if reader.damage:
-            raise _damage_error(tensor, sorted(reader.damage))
-
-
-@final
-class _Reader:
-    """Reads parts of one tensor from an open file, and notes which blocks differ from their checksums."""
-
-    def __init__(self, file: FileIO, tensor: FileTensor) -> None:
-        self._file, self._tensor = file, tensor
-        self._block_bytes = 1 if tensor.sums is None else tensor.sums.block
-        self._piece_bytes = max(1, BLOCK_BYTES // self._block_bytes) * self._block_bytes
-        self._scratch, self._edge = np.empty(0, np.uint8), np.empty(self._piece_bytes, np.uint8)
-        self.damage: dict[int, None] = {}
-
-    def read(self, shape: tuple[int, ...], whole: Box, targets: Sequence[tuple[Box, np.ndarray]]) -> None:
-        """Fills the targets, block by block, with what they have of an array of this shape."""
-        dtype, steps = self._tensor.dtype, byte_steps(shape, self._tensor.dtype.itemsize)
-        inner, run_bytes = run_of(box_sizes(whole), steps, dtype.itemsize)
-        outer = _outer(box_sizes(whole), steps, inner, run_bytes)
-        first = targets[0][1]
-        is_direct = len(targets) == 1 and outer == inner and first.dtype == dtype and first.flags.c_contiguous
-        filled = first.reshape(-1).view(np.uint8) if is_direct else np.empty(0, np.uint8)
-        while outer + 1 < len(steps) and steps[outer] > BLOCK_BYTES:
-            outer += 1
+        edge = np.empty(_piece_bytes(tensor), np.uint8)
         for block in row_blocks(whole, outer, block_rows(steps[outer])):
             start, stop = byte_range(block, steps, dtype.itemsize)
+            if len(scratch) < stop - start:
+                scratch = np.empty(stop - start, np.uint8)
+            _read_range(file.fileno(), tensor, start, scratch[: stop - start], edge)
             if is_direct:
-                self._read_range(start, filled[: stop - start])
-                filled = filled[stop - start :]
+                scratch = scratch[stop - start :]
                 continue
-            self._scratch = self._scratch if len(self._scratch) >= stop - start else np.empty(stop - start, np.uint8)
-            self._read_range(start, self._scratch[: stop - start])
             # A view with the file's own strides leaves the gaps out.
-            cut = np.ndarray(box_sizes(block), dtype, self._scratch, strides=steps)
+            cut = np.ndarray(box_sizes(block), dtype, scratch, strides=steps)
             for box, target in targets:
                 if slices := overlap(block, box):
                     _assign(target[slices[1]], cut[slices[0]])
 
-    def _read_range(self, start: int, into: np.ndarray) -> None:
-        """Reads bytes of the tensor, and checks all blocks that they lie in."""
-        begin, stop, unit = start, start + len(into), self._block_bytes
-        while begin < stop:
-            end = min((begin // self._piece_bytes + 1) * self._piece_bytes, stop)
-            low, high = begin // unit * unit, min(-(-end // unit) * unit, self._tensor.nbytes)
-            part = into[begin - start : end - start]
-            # Where blocks reach beyond the part, they are read beside it.
-            data = part if high - low == len(part) else self._edge[: high - low]
-            self._read_exactly(low, data)
-            if self._tensor.sums is not None:
-                self.damage.update(dict.fromkeys(self._tensor.sums.damage(low, data)))
-            if data is not part:
-                part[:] = data[begin - low : end - low]
-            begin = end
 
-    def _read_exactly(self, start: int, into: np.ndarray) -> None:
-        read_into(self._file.fileno(), self._tensor.offset + start, into.data, self._tensor.path)
+def _piece_bytes(tensor: FileTensor) -> int:
+    """Returns the bytes that are read and checked at once: whole blocks with checksums."""
+    unit = tensor.sums.block if tensor.sums else 1
+    return max(1, BLOCK_BYTES // unit) * unit
+
+
+def _read_range(file: int, tensor: FileTensor, start: int, into: np.ndarray, edge: np.ndarray) -> None:
+    """Reads bytes of a tensor, and checks all blocks that they lie in; `edge` has room for a piece of them."""
+    begin, stop, unit = start, start + len(into), tensor.sums.block if tensor.sums else 1
+    while begin < stop:
+        end = min((begin // len(edge) + 1) * len(edge), stop)
+        low, high = begin // unit * unit, min(-(-end // unit) * unit, tensor.nbytes)
+        part = into[begin - start : end - start]
+        # Where blocks reach beyond the part, they are read beside it.
+        data = part if high - low == len(part) else edge[: high - low]
+        read_into(file, tensor.offset + low, data.data, tensor.path)
+        if tensor.sums and (damage := tensor.sums.damage(low, data)):
+            first = tensor.offset + damage[0] * unit
+            raise CheckpointError(
+                f"{tensor.path} is damaged: {tensor.name} differs from its checksums in bytes {first} to "
+                f"{min(first + unit, tensor.offset + tensor.nbytes)} of the file. Copy the file again, or load another "
+                "checkpoint; verify=False loads it as it is"
+            )
+        if data is not part:
+            part[:] = data[begin - low : end - low]
+        begin = end
 
 
 def read_into(file: int, offset: int, view: memoryview, path: Path) -> None:
@@ -191,18 +190,6 @@ def read_into(file: int, offset: int, view: memoryview, path: Path) -> None:
                 "checkpoint while it is loaded or saved"
             )
         view, offset = view[count:], offset + count
-
-
-def _damage_error(tensor: FileTensor, blocks: Sequence[int]) -> CheckpointError:
-    assert tensor.sums is not None
-    begin = blocks[0] * tensor.sums.block
-    end = min(begin + tensor.sums.block, tensor.nbytes)
-    more = f" and {len(blocks) - 1} more blocks" if len(blocks) > 1 else ""
-    return CheckpointError(
-        f"{tensor.path} is damaged: {tensor.name} differs from its checksums in bytes {tensor.offset + begin} to "
-        f"{tensor.offset + end} of the file{more}. Copy the file again, or load another checkpoint; verify=False "
-        "loads it as it is"
-    )
 
 
 def _outer(sizes: tuple[int, ...], steps: list[int], inner: int, run_bytes: int) -> int:
@@ -222,3 +209,97 @@ def _assign(target: np.ndarray, part: np.ndarray) -> None:
             if not np.iinfo(dtype).min <= extreme <= np.iinfo(dtype).max:
                 raise CheckpointError(f"{dtype} cannot hold {extreme}: give `like` a wider dtype")
     target[...] = part
+
+
+def local_parts(leaf: SavedLeaf, is_writer: bool) -> list[TensorPart]:
+    """Returns the parts of a leaf that this process writes: over all processes, each part once.
+
+    Of what every process has whole, only the writer writes.
+    """
+    value, whole = leaf.value, tuple((0, size) for size in leaf.shape)
+    if leaf.is_local and not is_writer:
+        return []
+    if isinstance(value, jax.Array):
+        return [
+            (box_of(shard.index, leaf.shape), lambda data=shard.data: _on_host(data))
+            for shard in value.addressable_shards
+            if shard.replica_id == 0
+        ]
+    if isinstance(value, ArraySource) and whole:
+        rows = max(1, _SOURCE_BYTES * value.shape[0] // max(value.nbytes, 1))
+        return [
+            (box, lambda box=box: value.part(tuple(slice(start, stop) for start, stop in box)))
+            for box in row_blocks(whole, 0, rows)
+        ]
+    return [(whole, lambda: value.part(()) if isinstance(value, ArraySource) else np.asarray(value))]
+
+
+def write_tensor(file: int, offset: int, leaf: SavedLeaf, parts: Sequence[TensorPart], block: int) -> np.ndarray:
+    """Writes parts of a tensor that begins at `offset` of an open file.
+
+    Returns the checksums of its blocks of so many bytes: `UNKNOWN`, where no run of these parts fills one.
+    """
+    sums = np.full(block_count(leaf.nbytes, block), UNKNOWN, np.uint32)
+    shape, itemsize = leaf.shape or (1,), leaf.dtype.itemsize
+    steps = byte_steps(shape, itemsize)
+    if not leaf.nbytes:
+        return sums
+    boxes = [box or ((0, 1),) for box, _ in parts]
+    for group, whole in box_groups(boxes, shape, itemsize):
+        members = [(boxes[index], parts[index][1]()) for index in group]
+        for box, array in _blocks(whole, members, steps, leaf.dtype):
+            outer, _ = run_of(box_sizes(box), steps, itemsize)
+            flat = array.reshape(-1).view(np.uint8)
+            for run in row_blocks(box, outer, shape[outer]):
+                start, stop = byte_range(run, steps, itemsize)
+                _write_run(file, offset, start, flat[: stop - start], block, sums, leaf.nbytes)
+                flat = flat[stop - start :]
+    return sums
+
+
+def _on_host(data: jax.Array) -> np.ndarray:
+    # An array keeps its copy on the host once it has made one: through another array on the same memory, the copy goes
+    # away after it is written. Otherwise the host would hold all of the tree in the end.
+    return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
+
+
+def _blocks(
+    whole: Box, members: Sequence[tuple[Box, np.ndarray]], steps: Sequence[int], dtype: np.dtype
+) -> Iterator[tuple[Box, np.ndarray]]:
+    """Yields the box that arrays fill as contiguous blocks."""
+    if len(members) == 1:
+        yield members[0][0], np.require(members[0][1], dtype, "C")
+        return
+    outer = next(dim for dim, step in enumerate(steps) if step <= BLOCK_BYTES or dim == len(steps) - 1)
+    scratch = np.empty(0, dtype)
+    for block in row_blocks(whole, outer, block_rows(steps[outer])):
+        sizes = box_sizes(block)
+        size = math.prod(sizes)
+        scratch = scratch if len(scratch) >= size else np.empty(size, dtype)
+        data = scratch[:size].reshape(sizes)
+        for box, array in members:
+            if slices := overlap(block, box):
+                data[slices[0]] = array[slices[1]]
+        yield block, data
+
+
+def _write_run(file: int, offset: int, start: int, data: np.ndarray, block: int, sums: np.ndarray, nbytes: int) -> None:
+    """Writes bytes of a tensor from its byte `start` on, and notes the checksums of the blocks that they fill."""
+    stop, first, begin = start + len(data), block_count(start, block), start
+    while begin < stop:
+        # Whole pages of the file: a page that two calls write costs more.
+        end = min(((offset + begin) // BLOCK_BYTES + 1) * BLOCK_BYTES - offset, stop)
+        last = block_count(end, block) if end == nbytes else end // block
+        if first < last:
+            sums[first:last] = block_sums(data[first * block - start : min(last * block, end) - start], block)
+            first = last
+        write_at(file, offset + begin, data[begin - start : end - start].data)
+        begin = end
+
+
+def write_at(file: int, offset: int, data: memoryview | bytes) -> None:
+    """Writes all of `data` at an offset of an open file."""
+    view = memoryview(data)
+    while view:  # one call writes at most 2 GiB
+        count = os.pwrite(file, view, offset)
+        view, offset = view[count:], offset + count

@@ -20,7 +20,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import attrs
 import jax
@@ -28,17 +28,12 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from shardrules.core.axes import mesh_sizes, mesh_text
-from shardrules.core.errors import (
-    MeshError,
-    NoIntermediateShardingError,
-    NoIntermediateShardingNeededError,
-    TreeError,
-)
+from shardrules.core.errors import MeshError, NoIntermediateShardingError, NoIntermediateShardingNeededError, TreeError
 from shardrules.core.finding import Finding, listing, merged
 from shardrules.core.jax_state import device_put, jit
 from shardrules.core.spec import UNCONSTRAINED, Entries, Entry, entries, make_spec, spec_repr
 from shardrules.core.tree import array_kind, leaf_paths, spread
-from shardrules.moves.bits import buffers_of
+from shardrules.moves.bits import buffers_of, with_sharding
 from shardrules.moves.move import reshard
 from shardrules.moves.prepare import MoveOptions, is_deleted, prepare
 from shardrules.moves.schedule import Box, box_shape, boxes_of
@@ -48,8 +43,8 @@ _REPLICA = "_intermediate_replica"
 _SPLIT = "_intermediate_split"
 
 _GATHERED_TOGETHER = 100
-"""The most arrays that one program gathers. Doubled, it takes more than twice as long to compile; halved, twice as many
-programs with collectives are launched, which XLA has to run one after the other."""
+"""The most arrays that one program gathers: more take long to compile, and XLA runs programs with collectives one after
+the other. Chosen by hand."""
 
 
 def find_intermediate_sharding(
@@ -364,15 +359,12 @@ def reshard_with_intermediate_sharding_generic(
     return _reshard(x, in_sharding, out_sharding, donate, send, caller, lambda _: None)
 
 
-_Send: TypeAlias = Callable[..., list[jax.Array]]
-
-
 def _reshard(
     x: Any,
     in_sharding: Any,
     out_sharding: Any,
     donate: bool,
-    send: _Send,
+    send: Callable[..., list[jax.Array]],
     caller: str,
     check: Callable[[str], None],
 ) -> Any:
@@ -438,7 +430,9 @@ def _check_sources(
         shape = tuple(value.shape) if isinstance(value, jax.Array) else None
         problems.append((index, Finding("error", "other-source", why, "", remedy, shape)))
     if problems:
-        raise TreeError(f"{caller}: in_sharding does not match x:\n{_list_findings(tree, problems)}")
+        paths = leaf_paths(tree)
+        findings = merged(attrs.evolve(finding, path=paths[index]) for index, finding in problems)
+        raise TreeError(f"{caller}: in_sharding does not match x:\n{listing(findings)}")
 
 
 def _find_all(
@@ -456,16 +450,10 @@ def _find_all(
             except ValueError:
                 # No intermediate, or none for this shape: `reshard` says what is wrong with it.
                 cache[key] = None
-        intermediate = cache[key]
-        if intermediate is not None:
-            # Others are missing from the result, and go directly.
+        # Those without one go directly.
+        if (intermediate := cache[key]) is not None:
             result[index] = intermediate
     return result
-
-
-def _list_findings(tree: Any, problems: Sequence[tuple[int, Finding]]) -> str:
-    paths = leaf_paths(tree)
-    return listing(merged(attrs.evolve(finding, path=paths[index]) for index, finding in problems))
 
 
 def _gather(values: Sequence[jax.Array], intermediates: Sequence[_Intermediate]) -> list[jax.Array]:
@@ -473,7 +461,7 @@ def _gather(values: Sequence[jax.Array], intermediates: Sequence[_Intermediate])
     mesh = intermediates[0].sharding.mesh
     assert isinstance(mesh, Mesh)
     # One mesh throughout: `jax.jit` does not accept devices in two orders, and XLA sees plain collectives.
-    before = [_relabel(value, each.before) for value, each in zip(values, intermediates, strict=True)]
+    before = [with_sharding(value, each.before) for value, each in zip(values, intermediates, strict=True)]
     pairs = [(array, each.sharding) for array, each in zip(before, intermediates, strict=True)]
     nonempty = [(array, sharding) for array, sharding in pairs if array.size]
     # Otherwise a mesh that is in force would count as the mesh of this program.
@@ -491,12 +479,3 @@ def _gather(values: Sequence[jax.Array], intermediates: Sequence[_Intermediate])
 
 def _identity(arrays: list[jax.Array]) -> list[jax.Array]:
     return arrays
-
-
-def _relabel(value: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """The same shards in another sharding."""
-    shards = {shard.device: shard.data for shard in value.addressable_shards}
-    order = sharding.addressable_devices_indices_map(value.shape)
-    return jax.make_array_from_single_device_arrays(
-        value.shape, sharding, [shards[device] for device in order], dtype=value.dtype
-    )

@@ -17,20 +17,17 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from shardrules.core.jax_state import device_put, jit, shard_map
-from shardrules.moves.rounds import Round, piece_bytes, rounds
-from shardrules.moves.schedule import Box, Device, Piece, Schedule
+from shardrules.moves.schedule import Box, Device, Piece, Round, Schedule, piece_bytes, rounds
 
 _LAUNCH_ARRAYS = 32
-"""The most arrays in one launch of a program: two thousand small ones take about 60 launches a round. Doubled,
-a program takes twice as long to compile; halved, twice as many launches."""
+"""The most arrays in one launch of a program: two thousand small ones take 60 launches a round. Chosen by hand."""
 
 _LAUNCH_BYTES = 2 * 2**20
 """The bytes of those arrays that a device may hold: larger arrays are slow enough to be launched one by one. Chosen by
 hand."""
 
 _IN_FLIGHT_BYTES = 4 * 2**20
-"""The bytes in flight on a device before the host waits; for large shards a sixteenth of one. Doubled, the peak of a
-small move is 4 MiB higher; halved, the host waits twice as often and devices idle."""
+"""The bytes in flight on a device before the host waits; for large shards a sixteenth of one. Chosen by hand."""
 
 _PER_ROUND = 6
 """Pieces that a round may keep on a device: cut, sent, received, the part that they replace, and two while one is

@@ -32,7 +32,7 @@ from shardrules.rules.how import How, is_entry, refusal, refuse_leaves
 
 IN_FLIGHT_BYTES = 256 * 2**20
 """The default of `max_bytes_in_flight`, over all devices: large enough that devices rarely wait for the host, and small
-beside any model. Doubled, a donated move peaks 256 MiB higher; halved, the host waits twice as often."""
+beside any model. Chosen by hand."""
 
 CACHED_SCHEDULES = 4096
 """The most schedules, with their programs, that are kept for later calls: more than twice the distinct arrays of any
@@ -107,7 +107,7 @@ def prepare(
     except PlanError as error:
         # A plan's own findings do not cover deleted arrays: list these too.
         paths = leaf_paths(arrays)
-        deleted = [(index, leaf) for index, leaf in enumerate(jax.tree.leaves(arrays)) if _is_deleted(leaf, None)]
+        deleted = [(index, leaf) for index, leaf in enumerate(jax.tree.leaves(arrays)) if is_deleted(leaf)]
         findings = [attrs.evolve(_DELETED, path=paths[index], shape=leaf.shape) for index, leaf in deleted]
         listed = [finding for finding in error.findings if isinstance(finding, Finding)]
         raise refusal(caller, [*listed, *findings]) from None
@@ -202,15 +202,12 @@ _DELETED = Finding(
 )
 
 
-def is_deleted(array: jax.Array, alive: Collection[Any] | None = None) -> bool:
-    """Returns whether a shard on a device of `alive` is lost. An array that shares shards may lose single ones."""
-    return array.is_deleted() or any(
-        shard.is_deleted() for device, shard in local_shards(array).items() if alive is None or device in alive
+def is_deleted(value: Any, alive: Collection[Any] | None = None) -> bool:
+    """Returns whether an array has lost a shard on a device of `alive`. It may lose single ones if it shares them."""
+    return isinstance(value, jax.Array) and (
+        value.is_deleted()
+        or any(shard.is_deleted() for device, shard in local_shards(value).items() if alive is None or device in alive)
     )
-
-
-def _is_deleted(leaf: Any, alive: Collection[Any] | None) -> bool:
-    return isinstance(leaf, jax.Array) and is_deleted(leaf, alive)
 
 
 def _problems(value: Any, sharding: Sharding | None, alive: Collection[Any] | None) -> Iterator[Finding]:
@@ -220,7 +217,7 @@ def _problems(value: Any, sharding: Sharding | None, alive: Collection[Any] | No
     def problem(code: str, message: str, remedy: str) -> Finding:
         return Finding("error", code, message, "", remedy, shape)
 
-    if _is_deleted(value, alive):
+    if is_deleted(value, alive):
         yield attrs.evolve(_DELETED, shape=shape)
         return
     source = _source(value)

@@ -15,7 +15,7 @@ import attrs
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from shardrules.core.axes import mesh_text
 from shardrules.core.errors import (
@@ -44,7 +44,7 @@ _ERRORS: dict[str, type[ShardRulesError]] = {
 _EMPTY = Finding("error", "no-array", "the tree has no array, and so no mesh")
 
 _NAMED_IDS = 8
-"""The most devices that a message names: the devices of one host, usually. Doubled, messages take two lines."""
+"""The most devices that a message names: the devices of one host, usually."""
 
 
 def split_by_mesh_axis(
@@ -274,12 +274,11 @@ def _unreduced(mesh: Mesh | None, values: Sequence[Any], mesh_axis: str) -> list
     return [
         (leaf_index, attrs.evolve(finding, shape=value.shape))
         for leaf_index, value in enumerate(values)
-        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and mesh_axis in _spec(value).unreduced
+        if isinstance(value, jax.Array)
+        and not isinstance(value, Tracer)
+        and isinstance(value.sharding, NamedSharding)
+        and mesh_axis in value.sharding.spec.unreduced
     ]
-
-
-def _spec(array: jax.Array) -> PartitionSpec:
-    return array.sharding.spec if isinstance(array.sharding, NamedSharding) else PartitionSpec()
 
 
 def _axis_findings(mesh: Mesh | None, mesh_axis: Any) -> list[Finding]:

@@ -22,5 +22,5 @@ def no_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("data was read")
 
-    monkeypatch.setattr(tensor_file._Reader, "_read_exactly", refuse)
+    monkeypatch.setattr(tensor_file, "read_into", refuse)
     monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", refuse)

@@ -1,4 +1,4 @@
-"""`load_equinox`: what it reads, how, and what it refuses."""
+"""`load_equinox` and `save_equinox`: files of Equinox, what they have, and what is refused."""
 
 import io
 from collections.abc import Callable
@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.checkpoints.equinox import load_equinox
+from shardrules.core.errors import CheckpointError
+from tests.checkpoints.states import facts, make_state
 
 RULES = sr.FSDPShardingRule("data", min_size_mb=0)
 
@@ -46,10 +48,6 @@ def make(start: float = 0) -> tuple[Everything, eqx.nn.State]:
     return eqx.nn.make_with_state(Everything)(jax.random.key(0), start)
 
 
-def bits(tree: Any) -> list[Any]:
-    return [(x.dtype, x.shape, np.asarray(x).tobytes()) if eqx.is_array(x) else x for x in jax.tree.leaves(tree)]
-
-
 @pytest.mark.parametrize("how", [RULES, P(), P("data"), jax.devices()[1]])
 def test_a_model_with_state_comes_back(tmp_path: Path, mesh: jax.sharding.Mesh, how: Any) -> None:
     saved = make(7.0)
@@ -58,7 +56,7 @@ def test_a_model_with_state_comes_back(tmp_path: Path, mesh: jax.sharding.Mesh, 
     if how == P("data"):  # what has no dimension to split
         how = sr.RegexShardingRule([("linear|half|columns", P("data")), ("", P())])
     loaded = load_equinox(tmp_path / "m.eqx", like, how, mesh)
-    assert bits(loaded) == bits(saved)
+    assert facts(loaded) == facts(saved)
     assert jax.tree.structure(loaded) == jax.tree.structure(like)
     assert [type(value) for value in (loaded[0].rate, loaded[0].steps, loaded[0].flag)] == [float, int, bool]
     expected = sr.filter_shard(saved, how, mesh)
@@ -117,7 +115,7 @@ def test_every_dtype_is_read_as_it_is(tmp_path: Path, mesh: jax.sharding.Mesh, d
     loaded = load_equinox(
         tmp_path / "x.eqx", {**tree, "last": 0}, {"first": P(), "x": P("data", "model"), "last": None}, mesh
     )
-    assert bits(loaded) == bits(tree)
+    assert facts(loaded) == facts(tree)
 
 
 @pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
@@ -135,7 +133,7 @@ def test_casts_need_cast(tmp_path: Path, mesh: jax.sharding.Mesh, monkeypatch: p
     eqx.tree_serialise_leaves(tmp_path / "x.eqx", tree)
     like = {"a": jnp.zeros(8, jnp.bfloat16), "b": jnp.zeros(8), "c": jnp.zeros(8)}
     loaded = load_equinox(tmp_path / "x.eqx", like, P("data"), mesh, cast=True)
-    assert bits(loaded) == bits({name: tree[name].astype(like[name].dtype) for name in tree})
+    assert facts(loaded) == facts({name: tree[name].astype(like[name].dtype) for name in tree})
     with pytest.raises(
         sr.errors.CheckpointError, match=r"b \(8,\): block 1 is bfloat16\[8\], expected float32\n +-> cast=True"
     ):
@@ -242,3 +240,44 @@ def test_other_files_are_errors(
 def test_missing_files_are_errors(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
     with pytest.raises(sr.errors.CheckpointError, match=r"error file: .*gone.eqx: no such file"):
         load_equinox(tmp_path / "gone", jnp.ones(8), P(), mesh)
+
+
+# Saving.
+
+
+def test_equinox_reads_the_file(tmp_path: Path) -> None:
+    tree = {
+        "w": jnp.arange(12.0).reshape(3, 4),
+        "half": jnp.ones(3, jnp.bfloat16),
+        "step": 7,
+        "rate": 0.5,
+        "f": jax.nn.relu,
+    }
+    sr.save_equinox(tmp_path / "tree.eqx", tree)
+    like = {**tree, "w": jnp.zeros((3, 4)), "half": jnp.zeros(3, jnp.bfloat16), "step": 0, "rate": 0.0}
+    restored = eqx.tree_deserialise_leaves(tmp_path / "tree.eqx", like)
+    assert facts(restored) == facts(tree)
+
+
+def test_without_keys_it_is_the_file_of_equinox_and_checksums(tmp_path: Path) -> None:
+    model = make_state().model
+    eqx.tree_serialise_leaves(tmp_path / "theirs.eqx", model)
+    sr.save_equinox(tmp_path / "ours.eqx", sr.filter_shard(model, P(), sr.create_mesh("data:8")))
+    theirs, ours = (tmp_path / "theirs.eqx").read_bytes(), (tmp_path / "ours.eqx").read_bytes()
+    assert ours.startswith(theirs + b"\x93SHARDRULES crc=")
+
+
+def test_all_that_cannot_be_saved_is_listed(tmp_path: Path) -> None:
+    tree = {"a": jax.ShapeDtypeStruct((2,), np.float32), "b": 2**64}
+    with pytest.raises(CheckpointError, match=r"(?s)save_equinox: .*no-values: a \(2,\).*too-large: b"):
+        sr.save_equinox(tmp_path / "tree.eqx", tree)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tree_without_arrays_is_saved(tmp_path: Path) -> None:
+    sr.save_equinox(tmp_path / "tree.eqx", {"f": jax.nn.relu, "none": np.zeros((0, 3), np.float32)})
+    like = {"f": jax.nn.relu, "none": np.ones((0, 3), np.float32)}
+    restored = sr.load_equinox(tmp_path / "tree.eqx", like, P(), sr.create_mesh("data:8"))
+    assert restored["none"].shape == (0, 3)
+    sr.save_equinox(tmp_path / "tree.eqx", {"f": jax.nn.relu})
+    assert sr.load_equinox(tmp_path / "tree.eqx", {"f": jax.nn.relu}, P(), sr.create_mesh("data:8"))

@@ -52,7 +52,6 @@ B_TEXT = '"b": {"dtype": "I32", "shape": [2, 3], "data_offsets": [16, 40]}'
 
 BROKEN_FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "it has 0 bytes, and its header alone would end at byte 8"),
-    "three bytes": (b"abc", "it has 3 bytes, and its header alone"),
     "only a length": ((10).to_bytes(8, "little"), "it has 8 bytes, and its header alone would end at byte 18"),
     "a length beyond the file": (
         (10**9).to_bytes(8, "little") + b"{}",
@@ -63,18 +62,13 @@ BROKEN_FILES: dict[str, tuple[bytes, str]] = {
         file_of(b""),
         "its header cannot be read: it is not JSON: Expecting value at character 0, where it ends",
     ),
-    "a header of blanks": (text("   "), "it is not JSON: Expecting value"),
     "a header of zeros": (text(b"\0" * 16), "it is not JSON: Expecting value at character 0"),
     "a header that is cut off": (
         text('{"a": {}'),
         r"it is not JSON: Expecting ',' delimiter at character 8, where it ends",
     ),
     "a header that is a list": (text("[1]"), r"its header cannot be read: it holds \[1\], not a table by name"),
-    "a header that is a string": (text('"a"'), "it holds 'a', not a table by name"),
-    "a header that is a number": (text("3"), "it holds 3, not a table by name"),
-    "a header that is null": (text("null"), "it holds None, not a table by name"),
     "a header that is not UTF-8": (text(b'{"\xff": 1}'), "byte 2 of it is not UTF-8 text"),
-    "a header in UTF-16": (text('{"a": 1}'.encode("utf-16")), "byte 0 of it is not UTF-8 text"),
     "a header with a mark of its encoding": (text(b"\xef\xbb\xbf{}"), "it is not JSON: Unexpected UTF-8 BOM"),
     "a header with more behind it": (text("{} {}"), "it is not JSON: Extra data at character 3"),
     "a header that nests": (text("[" * 100_000), "its header cannot be read: it is not JSON: it nests too deeply"),
@@ -84,30 +78,21 @@ BROKEN_FILES: dict[str, tuple[bytes, str]] = {
     "a name that is not Unicode": (text(f'{{"\\ud800": {B_TEXT[5:]}}}'), r"the name '\\ud800' is not Unicode text"),
     "a tensor that is a number": (text('{"b": 3}'), "'b' is 3, not a table with dtype, shape, data_offsets"),
     "a tensor that is a list": (text('{"b": ["I32", [2], [0, 8]]}'), r"'b' is \['I32', .*, not a table"),
-    "a tensor that is null": (text('{"b": null}'), "'b' is None, not a table"),
     "no dtype": (entry(dtype=None), "'b' has no dtype"),
     "no shape": (entry(shape=None), "'b' has no shape"),
     "no offsets": (entry(data_offsets=None), "'b' has no data_offsets"),
     "a dtype that is a number": (entry(dtype=7), "'b' has the dtype 7, expected a name"),
-    "a dtype that is a list": (entry(dtype=["I32"]), r"'b' has the dtype \['I32'\], expected a name"),
     "an empty dtype": (entry(dtype=""), "'b' has the dtype '', expected a name"),
     "a dtype with an escape": (entry(dtype="\x1b[2J"), r"'b' has the dtype '\\x1b\[2J', expected a name"),
     "a shape that is a number": (entry(shape=6), "'b' has the shape 6, expected a list of sizes"),
-    "a shape that is a string": (entry(shape="23"), "'b' has the shape '23', expected a list of sizes"),
     "a shape of floats": (entry(shape=[2.0, 3]), r"'b' has the shape \[2\.0, 3\], expected a list of sizes"),
     "a shape of booleans": (entry(shape=[True, 6]), r"'b' has the shape \[True, 6\], expected a list of sizes"),
-    "a negative shape": (entry(shape=[-2, -3]), r"'b' has the shape \[-2, -3\], expected a list of sizes"),
-    "a shape of lists": (entry(shape=[[2], 3]), "'b' has the shape .*, expected a list of sizes"),
     "a shape of 100 dimensions": (entry(shape=[1] * 100), "'b' has the shape .*, expected a list of sizes"),
     "a shape beyond 64 bits": (entry(shape=[2**64]), "'b' has the shape .*, expected a list of sizes"),
     "a shape whose product is": (entry(shape=[2**62] * 30), "takes .* bytes, not the 24 it has"),
     "another shape": (entry(shape=[2, 4]), r"'b', I32\[2, 4\], takes 32 bytes, not the 24 it has"),
-    "another dtype": (entry(dtype="I64"), r"'b', I64\[2, 3\], takes 48 bytes, not the 24 it has"),
     "one offset": (entry(data_offsets=[16]), "expected two ascending positions"),
-    "three offsets": (entry(data_offsets=[16, 20, 40]), "expected two ascending positions"),
-    "offsets that are a string": (entry(data_offsets="ab"), "expected two ascending positions"),
     "offsets that are floats": (entry(data_offsets=[16.0, 40.0]), "expected two ascending positions"),
-    "offsets that are null": (entry(data_offsets=[None, 40]), "expected two ascending positions"),
     "negative offsets": (entry(data_offsets=[-8, 16]), "expected two ascending positions"),
     "descending offsets": (entry(data_offsets=[40, 16]), "expected two ascending positions"),
     "offsets beyond 64 bits": (entry(data_offsets=[2**64, 2**64 + 24]), "expected two ascending positions"),
@@ -149,7 +134,7 @@ def test_a_header_above_the_limit_is_refused_unread(tmp_path: Path, monkeypatch:
     with file.open("wb") as stream:
         stream.write((2**30).to_bytes(8, "little"))
         stream.truncate(2**31)  # a file with a hole, which takes no space
-    monkeypatch.setattr(headers, "_entries", lambda text: pytest.fail("the header was read"))
+    monkeypatch.setattr(headers, "_table", lambda text: pytest.fail("the header was read"))
     (problem,) = read_headers(file).problems
     assert problem.message == "its header would take 1.0 GiB, and the format allows 100,000,000 bytes"
 
@@ -204,28 +189,23 @@ def index_of(**files: str) -> str:
 BROKEN_INDICES: dict[str, tuple[str | bytes, str]] = {
     "empty": ("", "it is not JSON: Expecting value at character 0, where it ends"),
     "cut off": (index_of(a="x.safetensors")[:-8], "it is not JSON: Unterminated string"),
-    "a list": ("[]", r"it holds \[\], not a table by name"),
     "no map": ("{}", "it has no weight_map, or an empty one"),
-    "an empty map": ('{"weight_map": {}}', "it has no weight_map, or an empty one"),
     "a map that is a list": ('{"weight_map": ["a"]}', "it has no weight_map, or an empty one"),
     "a file that is a number": (
         '{"weight_map": {"a": 3}}',
         "its weight_map has 3 for 'a', which is not the name of a file",
     ),
-    "a file that is null": ('{"weight_map": {"a": null}}', "its weight_map has None for 'a', which is not the name"),
     "a file without a name": (index_of(a=""), "its weight_map has '' for 'a', which is not the name of a file"),
     "a folder above": (
         index_of(a="../x.safetensors"),
         r"has '\.\./x\.safetensors' for 'a', which is not in the folder",
     ),
-    "a folder above, later": (index_of(a="b/../../x.safetensors"), "which is not in the folder of the index"),
     "a folder above, of Windows": (index_of(a="..\\x.safetensors"), "which is not in the folder of the index"),
     "an absolute file": (
         index_of(a="/etc/x.safetensors"),
         "has '/etc/x.safetensors' for 'a', which is not in the folder",
     ),
     "an absolute file of Windows": (index_of(a="C:\\x.safetensors"), "which is not in the folder of the index"),
-    "a share of Windows": (index_of(a="\\\\host\\x.safetensors"), "which is not in the folder of the index"),
     "another format": (
         index_of(a="pytorch_model.bin"),
         "has 'pytorch_model.bin' for 'a', which is not a .safetensors file",
@@ -315,10 +295,3 @@ def test_keys_of_a_tensor_may_be_in_any_order(tmp_path: Path) -> None:
         "c": "F4[0]",
     }
     assert contents.tensor("b").offset - contents.tensor("a").offset == 16
-
-
-def test_a_header_that_looks_like_a_tensor_is_a_table(tmp_path: Path) -> None:
-    file = tmp_path / "x.safetensors"
-    file.write_bytes(text('{"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}'))
-    (problem,) = read_headers(file).problems
-    assert "'dtype' is 'F32', not a table with dtype, shape, data_offsets" in problem.message

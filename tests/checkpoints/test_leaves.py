@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,13 +42,6 @@ def test_arrays_numbers_and_keys_are_saved_in_order() -> None:
     ]
 
 
-def test_paths_are_those_of_the_loaders() -> None:
-    model = eqx.nn.MLP(2, 2, 4, 2, key=jax.random.key(0))
-    paths = dict(zip(sr.leaf_paths(model), jax.tree.leaves(model), strict=True))
-    leaves, _ = saved_leaves(model, "save", supported)
-    assert [leaf.path for leaf in leaves] == [path for path, value in paths.items() if eqx.is_array(value)]
-
-
 def test_everything_without_values_is_listed() -> None:
     deleted = jnp.ones(3)
     deleted.delete()
@@ -63,21 +55,9 @@ def test_everything_without_values_is_listed() -> None:
     ]
 
 
-def test_unsupported_dtypes_are_listed() -> None:
-    tree = {"a": jnp.ones(2, jnp.int4), "b": jnp.ones(2)}
-    _, findings = saved_leaves(tree, "save", lambda dtype: "it is int4" if dtype == jnp.int4 else "")
-    assert [(finding.path, finding.message) for finding in findings] == [("a", "it is int4")]
-
-
 def test_inside_jit_there_is_nothing_to_save() -> None:
     with pytest.raises(ConfigTypeError, match="save: inside jit arrays have no values"):
         jax.jit(lambda x: saved_leaves({"x": x}, "save", supported))(jnp.ones(3))
-
-
-def test_placed_arrays_are_local_in_one_process() -> None:
-    placed = sr.filter_shard({"w": np.ones((8, 8))}, P("data"), sr.create_mesh("data:8"))
-    leaves, _ = saved_leaves(placed, "save", supported)
-    assert leaves[0].is_local
 
 
 @pytest.mark.parametrize("count", [None, 8])

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.checkpoints.leaves import RequestedLeaf, refuse, requested_leaves
-from shardrules.checkpoints.names import StoredArray, match, name_function
+from shardrules.checkpoints.names import Contents, StoredArray, match, name_function, requested_names
 from shardrules.placement.destination import resolve_destination
 
 F32 = np.dtype(np.float32)
@@ -32,7 +32,9 @@ def matched(
     like: Any, tensors: dict[str, StoredArray], names: Any = None, surplus: str = "error", cast: bool = False
 ) -> Any:
     name_of = name_function(names, lambda path: path.replace("/", "."), "load")
-    return match(requested(like), tensors, names, name_of, surplus=surplus, cast=cast)
+    leaves = requested(like)
+    tensor_names = requested_names(leaves, tensors, name_of)
+    return match(leaves, Contents(tensors, tensor_names, lambda *_: []), names, surplus=surplus, cast=cast)
 
 
 def test_each_leaf_takes_the_tensor_of_its_name() -> None:

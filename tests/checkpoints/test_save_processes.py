@@ -21,7 +21,6 @@ from tests.mesh.cluster import PRELUDE, free_port, run_processes
 from tests.mesh.test_processes import printed_lines
 from tests.quick import QUICK_FLAGS
 
-PROCESSES = pytest.mark.parametrize("processes", [2, 4])
 EACH_FORMAT = pytest.mark.parametrize(("name", "processes"), [("safetensors", 4), ("orbax", 2), ("equinox", 4)])
 TREES = """
 from tests.checkpoints.states import facts, like_state, make_state, place
@@ -46,16 +45,16 @@ def load(name: str, path: Path, mesh: jax.sharding.Mesh) -> State:
 @EACH_FORMAT
 def test_what_processes_save_comes_back_in_another_number_of_them(name: str, processes: int, tmp_path: Path) -> None:
     path = tmp_path / "saved"
-    for seed in (5, 0):  # the second save replaces the first
-        run(
-            f"""
-            state = state_on(sr.create_mesh("data:4,model:2"), {seed})
+    run(
+        f"""
+        for seed in (5, 0):  # the second save replaces the first
+            state = state_on(sr.create_mesh("data:4,model:2"), seed)
             sr.save_{name}({str(path)!r}, state, timeout=60)
             restored = sr.load_{name}({str(path)!r}, like_state(), P(), sr.create_mesh("data:8"))
             assert same(restored, state) and restored.epoch == 3
-            """,
-            processes,
-        )
+        """,
+        processes,
+    )
     state = make_state()
     assert facts(load(name, path, sr.create_mesh("data:8"))) == facts(state)
     lines = run(
@@ -79,8 +78,7 @@ def test_what_processes_save_comes_back_in_another_number_of_them(name: str, pro
 
 
 @pytest.mark.slow
-@PROCESSES
-def test_arrays_of_one_process_and_of_all_are_saved_once(processes: int, tmp_path: Path) -> None:
+def test_arrays_of_one_process_and_of_all_are_saved_once(tmp_path: Path) -> None:
     run(
         f"""
         last = jax.sharding.Mesh(np.array(jax.local_devices() if process == processes - 1 else
@@ -95,7 +93,7 @@ def test_arrays_of_one_process_and_of_all_are_saved_once(processes: int, tmp_pat
         }}
         sr.save_safetensors({str(tmp_path)!r}, tree, max_file_bytes=300, timeout=60)
         """,
-        processes,
+        4,
     )
     whole = np.arange(64.0, dtype=np.float32).reshape(16, 4)
     like = {"last": whole, "all": whole, "columns": whole.T, "local": whole, "numpy": whole}
@@ -166,7 +164,7 @@ def test_a_failure_on_one_process_is_an_error_on_all(name: str, processes: int, 
             if {name!r} == "orbax":
                 agree = commit.Saving.agree
                 commit.Saving.agree = lambda self, step, work, **options: agree(
-                    self, step, full if step == "the folder" else work)
+                    self, step, full if step == "the files" else work)
             else:
                 os.fsync = full
         attempt(state_on(mesh))
@@ -196,7 +194,7 @@ for turn in itertools.count():
 @EACH_FORMAT
 def test_a_killed_process_leaves_a_whole_checkpoint(name: str, processes: int, tmp_path: Path) -> None:
     path = tmp_path / "saved"
-    for delay in (0.0, 0.013, 0.031, 0.07):
+    for delay in (0.013, 0.05):
         kill_while_saving(SAVE_FOR_EVER.format(name=name, path=str(path)), processes, delay)
         restored = load(name, path, sr.create_mesh("data:2,model:4"))
         assert restored.epoch in (0, 1, 2)

@@ -7,9 +7,8 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator
-from typing import Any, final
+from typing import Any
 
-import attrs
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.moves.cases import WAYS, moving
+from tests.moves.cases import WAYS, FakeDevice, moving
 
 DEVICES = jax.devices()
 
@@ -130,19 +129,8 @@ def test_the_mesh_is_the_largest_and_intact_rows_stay(data: st.DataObject) -> No
         assert all(kept[index] == row_ids for index, row_ids in enumerate(rows) if row_ids in intact)
 
 
-@final
-@attrs.frozen
-class Fake:
-    """A device of a pod that no test machine has."""
-
-    id: int
-    process_index: int
-    slice_index: int | None = None
-    platform: str = "fake"
-
-
 def test_rows_across_processes_warn() -> None:
-    pod = np.array([Fake(index, index // 4) for index in range(12)], dtype=object)
+    pod = np.array([FakeDevice(index, index // 4) for index in range(12)], dtype=object)
     mesh = Mesh(pod.reshape(6, 2), ("data", "model"))
     alive = [device for device in pod if device.id not in (0, 2, 5, 8)]
     with warnings.catch_warnings():
@@ -170,9 +158,9 @@ def test_the_axis_must_exist() -> None:
 
 
 def test_groups_are_slices_or_processes() -> None:
-    pod = [Fake(index, index // 2) for index in range(6)]
+    pod = [FakeDevice(index, index // 2) for index in range(6)]
     assert sr.meshes.group_devices(reversed(pod)) == {0: tuple(pod[:2]), 1: tuple(pod[2:4]), 2: tuple(pod[4:])}
-    slices = [Fake(index, index, index // 3) for index in range(6)]
+    slices = [FakeDevice(index, index, index // 3) for index in range(6)]
     assert sr.meshes.group_devices(slices) == {0: tuple(slices[:3]), 1: tuple(slices[3:])}
 
 
@@ -222,7 +210,7 @@ def states() -> Iterator[tuple[Any, Mesh, sr.ShardingRule]]:
 
 
 @WAYS
-@pytest.mark.parametrize("lost", [(0,), (7,), (0, 5), (1, 2, 3), (4, 5, 6, 7)], ids=str)
+@pytest.mark.parametrize("lost", [(0,), (0, 5), (4, 5, 6, 7)], ids=str)
 def test_states_survive_lost_devices(lost: tuple[int, ...], way: str) -> None:
     for state, mesh, rules in states():
         alive = without(*lost)

@@ -1,7 +1,6 @@
 """Intermediate shardings, compared with brute force, and arrays moved through them."""
 
 import itertools
-import json
 import math
 import pickle
 from collections.abc import Callable, Iterator
@@ -31,7 +30,6 @@ from shardrules.moves.intermediate import (
     reshard_with_intermediate_sharding,
     reshard_with_intermediate_sharding_generic,
 )
-from shardrules.moves.split import split_by_mesh_axis
 from tests.mesh.cluster import Ended, run_processes
 
 Counts = tuple[int, ...]
@@ -67,139 +65,79 @@ def printed_lines(ended: Ended) -> list[str]:
     return ended.out.splitlines()
 
 
-# Which one is chosen. These run with 24 devices, so that source and destination share none.
+# Which one is chosen.
 
-PRINT_RESULTS = """
-import json, math
-from jax.sharding import Mesh
-from shardrules.moves.bits import buffers_of
-from shardrules.moves.intermediate import *
 
-def placed(sizes, spec, first):
-    devices = jax.devices()[first:first + math.prod(sizes.values())]
-    spec = P(*[tuple(part) if isinstance(part, list) else part for part in spec])
-    return NamedSharding(Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes)), spec)
-
-result = {}
-for name, (sizes, spec, new_sizes, new_spec) in json.loads(CASES).items():
-    source = placed(sizes, spec, 0)
-    target = placed(new_sizes, new_spec, math.prod(sizes.values()))
-    try:
-        found, axes = find_intermediate_sharding(source, target)
-        groups = [device.id for device in found.mesh.devices.flat]
-        result[name] = [dict(found.mesh.shape), list(found.spec.partitions), axes, groups]
-    except NoIntermediateShardingError as error:
-        result[name] = [type(error).__name__, str(error)]
-print(json.dumps(result))
-"""
-
-FSDP = {"fsdp": 8, "tp": 1}
+FSDP = ("fsdp:8,tp:1", "fsdp")
 PAIRS = {"fsdp_intermediate_replica": 2, "fsdp_intermediate_split": 4, "tp": 1}
 EVENS_THEN_ODDS = [0, 2, 4, 6, 1, 3, 5, 7]
-TP = {"tp": 4}
 
-CASES: dict[str, tuple[Any, Any]] = {
-    "two axes, the other one at the destination": (
-        (FSDP, ["fsdp", "tp"], {"fsdp": 1, "tp": 4}, ["fsdp", "tp"]),
-        [PAIRS, ["fsdp_intermediate_split", "tp"], ["fsdp_intermediate_replica"], EVENS_THEN_ODDS],
-    ),
-    "a destination of one axis": (
-        (FSDP, ["fsdp", None], TP, [None, "tp"]),
-        [PAIRS, ["fsdp_intermediate_split", None], ["fsdp_intermediate_replica"], EVENS_THEN_ODDS],
-    ),
-    "specs of two lengths": (
-        (FSDP, ["fsdp"], TP, [None, "tp"]),
-        [PAIRS, ["fsdp_intermediate_split", None], ["fsdp_intermediate_replica"], EVENS_THEN_ODDS],
-    ),
-    "an empty spec at the destination": (
-        (FSDP, ["fsdp", None], TP, []),
-        [
-            {"fsdp_intermediate_replica": 8, "fsdp_intermediate_split": 1, "tp": 1},
-            ["fsdp_intermediate_split", None],
+
+@pytest.mark.parametrize(
+    ("source", "target", "sizes", "spec", "axes", "ids"),
+    [
+        (
+            (*FSDP, "tp"),
+            ("fsdp:1,tp:4", "fsdp", "tp"),
+            PAIRS,
+            ("fsdp_intermediate_split", "tp"),
             ["fsdp_intermediate_replica"],
-            [*range(8)],
-        ],
-    ),
-    "an empty spec at the source": (
-        (FSDP, [], TP, [None, "tp"]),
-        ["", "undividable shardings", "1, is not a multiple of 4"],
-    ),
-    "half of one dimension stays": (
-        (FSDP, ["fsdp"], {"x": 4, "y": 1}, [("x", "y")]),
-        ["Needed", "is needed", "in 8 parts and will be in 4"],
-    ),
-    "a common factor": (
-        (FSDP, ["fsdp", None], {"fsdp": 4, "tp": 1}, ["fsdp", None]),
-        ["Needed", "a plain reshard is fine"],
-    ),
-    "6 parts for 4": (({"fsdp": 6, "tp": 1}, ["fsdp", None], TP, [None, "tp"]), ["", "undividable shardings"]),
-    "as many parts": (
-        ({"fsdp": 4, "tp": 1}, ["fsdp", None], TP, [None, "tp"]),
-        ["", "not larger than the target", "4 against 4"],
-    ),
-    "more along one dimension than the source has": (
-        ({"a": 6, "b": 2}, ["a", "b"], {"x": 1, "y": 2, "z": 4}, ["x", ["y", "z"]]),
-        ["", "undividable shardings", "6, is not a multiple of 8"],
-    ),
-    "not a multiple": (
-        ({"a": 6, "b": 2}, ["a", "b", None], {"x": 2, "y": 2, "z": 2}, ["x", "y", "z"]),
-        ["", "12 is not divisible by 8"],
-    ),
-    "two axes of one dimension": (
-        ({"a": 4, "b": 2}, [["a", "b"], None], TP, [None, "tp"]),
-        [
+            EVENS_THEN_ODDS,
+        ),
+        (
+            FSDP,
+            ("tp:4", None, "tp"),
+            PAIRS,
+            ("fsdp_intermediate_split", None),
+            ["fsdp_intermediate_replica"],
+            EVENS_THEN_ODDS,
+        ),
+        (
+            ("a:4,b:2", ("a", "b"), None),
+            ("tp:4", None, "tp"),
             {"b_intermediate_replica": 2, "a": 4, "b_intermediate_split": 1},
-            [["a", "b_intermediate_split"], None],
+            (("a", "b_intermediate_split"), None),
             ["b_intermediate_replica"],
             EVENS_THEN_ODDS,
-        ],
-    ),
-    "two possible dimensions": (
-        ({"a": 4, "b": 2}, ["a", "b", None], {"x": 4}, [None, None, "x"]),
-        [
-            {"b_intermediate_replica": 2, "a": 4, "b_intermediate_split": 1},
-            ["a", "b_intermediate_split", None],
-            ["b_intermediate_replica"],
-            EVENS_THEN_ODDS,
-        ],
-    ),
-    "two dimensions that are both needed": (
-        ({"a": 3, "b": 2}, ["a", "b"], {"x": 1}, [None, "x"]),
-        [
+        ),
+        (
+            ("a:3,b:2", "a", "b"),
+            ("x:1", None, "x"),
             {
                 "a_intermediate_replica": 3,
                 "b_intermediate_replica": 2,
                 "a_intermediate_split": 1,
                 "b_intermediate_split": 1,
             },
-            ["a_intermediate_split", "b_intermediate_split"],
+            ("a_intermediate_split", "b_intermediate_split"),
             ["a_intermediate_replica", "b_intermediate_replica"],
             [*range(6)],
-        ],
-    ),
-    "parts that cross": (
-        ({"a": 9, "b": 2}, ["a", "b"], {"x": 2, "y": 3}, ["x", "y"]),
-        ["", "no suitable dimension to split", "(9, 2)", "(2, 3)", "3 times fewer"],
-    ),
-    "the only whole dimension is too small": (
-        ({"a": 4, "b": 3}, ["a", "b"], {"x": 4}, [None, "x"]),
-        ["", "no suitable dimension to split"],
-    ),
-}
+        ),
+    ],
+    ids=["two axes", "specs of two lengths", "two axes of one dimension", "both dimensions"],
+)
+def test_axes_and_devices_of_the_intermediate(
+    source: Any, target: Any, sizes: dict[str, int], spec: Any, axes: list[str], ids: list[int]
+) -> None:
+    between, replica_axes = find_intermediate_sharding(placed(*source), other_names(*target))
+    assert list(between.mesh.shape.items()) == list(sizes.items())
+    assert (between.spec, replica_axes) == (P(*spec), axes)
+    assert [device.id for device in devices_of(between).flat] == ids
 
 
-def test_expected_choices_and_refusals() -> None:
-    cases_json = json.dumps({name: question for name, (question, _) in CASES.items()})
-    (ended,) = run_processes(f"CASES = {cases_json!r}\n{PRINT_RESULTS}", processes=1, devices=24)
-    (line,) = printed_lines(ended)
-    results = json.loads(line)
-    for name, (_, expected) in CASES.items():
-        if isinstance(expected[0], dict):
-            assert results[name] == expected, name
-        else:
-            kind, *texts = expected
-            assert results[name][0] == f"NoIntermediateSharding{kind}Error", name
-            assert [text for text in texts if text not in results[name][1]] == [], results[name][1]
+@pytest.mark.parametrize(
+    ("source", "target", "texts"),
+    [
+        (("fsdp:8,tp:1",), ("tp:4", None, "tp"), ["undividable shardings", "1, is not a multiple of 4"]),
+        (("fsdp:8", "fsdp"), ("x:4,y:1", ("x", "y")), ["in 8 parts and will be in 4", "a plain reshard is fine"]),
+        (("a:4,b:2", "a", "b"), ("x:2,y:3", "x", "y"), ["undividable", "the most along one dimension, 4,"]),
+        (("a:4,b:2", "a", "b", None), ("x:3", None, None, "x"), ["undividable", "is not a multiple of 3"]),
+    ],
+)
+def test_refusals_have_the_numbers(source: Any, target: Any, texts: list[str]) -> None:
+    with pytest.raises(NoIntermediateShardingError) as caught:  # noqa: PT011  compared below
+        find_intermediate_sharding(placed(*source), other_names(*target))
+    assert [text for text in texts if text not in str(caught.value)] == [], str(caught.value)
 
 
 def test_messages_name_both_shardings() -> None:
@@ -222,12 +160,6 @@ def test_the_errors_are_related_and_pickle() -> None:
 
 
 SOURCE = ("fsdp:8,tp:1", "fsdp", "tp")
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_axis_types_are_kept(kind: AxisType) -> None:
-    between, _ = find_intermediate_sharding(placed(*SOURCE, axis_type=kind), other_names("tp:4", None, "tp"))
-    assert between.mesh.axis_types == (kind,) * 3
 
 
 def test_both_halves_of_an_axis_have_its_type() -> None:
@@ -556,22 +488,17 @@ def test_values_survive_between_axis_types() -> None:
     np.testing.assert_array_equal(moved, values)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "bool", "int4", "complex64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "bool", "int4", "complex64", "key"])
 def test_every_dtype(dtype: str) -> None:
     source, target = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
-    x = jax.device_put((jnp.arange(64) % 5).astype(dtype).reshape(8, 8), source)
+    is_key = dtype == "key"
+    values = jax.random.split(jax.random.key(0), (8, 4)) if is_key else (jnp.arange(64) % 5).astype(dtype).reshape(8, 8)
+    x = jax.device_put(values, source)
     moved = reshard_with_intermediate_sharding(x, source, target)
     assert (moved.dtype, moved.sharding) == (x.dtype, target)
+    if is_key:
+        moved, x = jax.random.key_data(moved), jax.random.key_data(x)
     np.testing.assert_array_equal(moved, x)
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_random_keys(kind: AxisType) -> None:
-    source, target = placed("fsdp:8", "fsdp", axis_type=kind), other_names("tp:4", None, "tp")
-    keys = jax.random.split(jax.random.key(0), (8, 4))
-    moved = reshard_with_intermediate_sharding(jax.device_put(keys, source), source, target)
-    assert (moved.dtype, moved.sharding) == (keys.dtype, target)
-    np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(keys))
 
 
 @pytest.mark.parametrize(("old", "new"), [("pinned_host", "device"), ("device", "pinned_host")])
@@ -598,6 +525,9 @@ def test_moves_to_disjoint_devices() -> None:
         from shardrules.moves.intermediate import *
         from jax.sharding import Mesh
         devices = np.array(jax.devices())
+        square = NamedSharding(Mesh(devices[:8].reshape(4, 2), ("a", "b")), P("a", "b", None))
+        far = NamedSharding(Mesh(devices[8:], ("x",)), P(None, None, "x"))
+        print(find_intermediate_sharding(square, far)[1])  # of equals the last axis is split
         here = NamedSharding(Mesh(devices[:8].reshape(8, 1), ("fsdp", "tp")), P("fsdp", "tp"))
         there = NamedSharding(Mesh(devices[8:].reshape(1, 4), ("fsdp", "tp")), P("fsdp", "tp"))
         values = np.arange(64.0, dtype=np.float32).reshape(8, 8)
@@ -621,7 +551,7 @@ def test_moves_to_disjoint_devices() -> None:
     )
     columns = f"{[[device, (8, 2)] for device in (8, 9, 10, 11)]}"
     rows = f"{[[[device, (2, 8)] for device in (0, 2, 4, 6)]]}"
-    assert printed_lines(ended) == ["True True True", columns] * 2 + [rows]
+    assert printed_lines(ended) == ["['b_intermediate_replica']"] + ["True True True", columns] * 2 + [rows]
 
 
 def test_shardings_may_be_prefixes() -> None:
@@ -723,15 +653,6 @@ def test_wrong_transfers_raise() -> None:
         reshard_with_intermediate_sharding_generic(
             x, source, target, jax_array_reshard_fn=lambda arrays, shardings, donate: arrays
         )
-
-
-def test_the_intermediate_can_be_used_by_hand() -> None:
-    source, target = placed("fsdp:8", "fsdp"), other_names("tp:4", None, "tp")
-    x = jax.device_put(np.arange(64).reshape(8, 8), source)
-    between, (axis,) = find_intermediate_sharding(source, target)
-    first = split_by_mesh_axis(jax.device_put(x, between), axis)[0]
-    np.testing.assert_array_equal(first, x)
-    np.testing.assert_array_equal(jax.device_put(first, target), x)
 
 
 # What is refused.

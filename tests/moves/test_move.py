@@ -4,7 +4,6 @@ import functools
 import gc
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -49,7 +48,7 @@ def numbers(shape: tuple[int, ...] = (8, 8), start: int = 0) -> np.ndarray:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("way", "examples"), [("in memory", 300), ("by pieces", 150), (RELAYED, 50)])
+@pytest.mark.parametrize(("way", "examples"), [("in memory", 150), ("by pieces", 100), (RELAYED, 50)])
 def test_values_keep_their_bits(way: str, examples: int) -> None:
     @settings(max_examples=examples)
     @given(cases.cases())
@@ -75,7 +74,7 @@ def test_relayed_pieces_arrive() -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("way", "examples"), [("in memory", 100), ("by pieces", 40)])
+@pytest.mark.parametrize(("way", "examples"), [("in memory", 60), ("by pieces", 40)])
 def test_donated_arrays_are_freed_and_values_stay(way: str, examples: int) -> None:
     @settings(max_examples=examples)
     @given(cases.cases(), st.sampled_from([None, False]))
@@ -154,20 +153,6 @@ def test_a_tree_of_every_kind_of_leaf_moves(way: str) -> None:
         if name not in static:
             check_shards(moved[name], target, value if isinstance(value, jax.Array) else jnp.asarray(value))
     assert not tree["array"].is_deleted()
-
-
-@WAYS
-def test_modules_keep_their_type_and_functions(way: str) -> None:
-    model = eqx.nn.MLP(8, 8, 64, 2, key=jax.random.key(0))
-    rule = sr.DimShardingRule("model", 0) | sr.FSDPShardingRule("data", min_size_mb=0)
-    with moving(way):
-        placed = sr.reshard(model, rule.plan(model, MESH))
-        moved = sr.reshard(placed, NamedSharding(LAST, P("half")))
-    assert isinstance(moved, eqx.nn.MLP)
-    assert moved.activation is model.activation
-    assert placed.layers[0].weight.sharding == NamedSharding(MESH, P("model", "data"))
-    for new, old in zip(jax.tree.leaves(eqx.filter(moved, eqx.is_array)), jax.tree.leaves(model), strict=False):
-        check_shards(new, NamedSharding(LAST, P("half")), old)
 
 
 @WAYS
@@ -261,31 +246,13 @@ def test_batch_sizes_do_not_change_results(way: str, limit: int | None) -> None:
         check_shards(array, target, numbers(start=index))
 
 
-@pytest.mark.slow
 @WAYS
-def test_two_thousand_arrays_move(way: str) -> None:
-    output = cases.run_alone(
-        """
-        mesh, half = sr.create_mesh("a:4,b:2"), sr.create_mesh("c:4", devices=jax.devices()[2:6])
-        sources = [NamedSharding(mesh, spec) for spec in (P("a"), P(("a", "b")), P(None, "b"), P())]
-        targets = [NamedSharding(half, spec) for spec in (P(None, "c"), P("c"), P())]
-        shapes = [(8, 8), (16, 4), (8,)]
-        arrays, where = [], []
-        for number in range(2000):
-            shape = shapes[number % 3]
-            source = NamedSharding(mesh, P("a")) if len(shape) == 1 else sources[number % 4]
-            arrays.append(jax.device_put(np.full(shape, number, np.float32), source))
-            where.append(targets[1] if len(shape) == 1 else targets[number % 5 % 3])
-        moved = sr.reshard(arrays, where)
-        for number, (array, target) in enumerate(zip(moved, where)):
-            assert array.sharding == target
-            assert all((np.asarray(shard.data) == number).all() for shard in array.addressable_shards), number
-        print(len(moved))
-        """,
-        way,
-        timeout=100,
-    )
-    assert output.split() == ["2000"]
+def test_more_arrays_move_than_one_launch_takes(way: str) -> None:
+    source, target = NamedSharding(LINE, P("d")), NamedSharding(LAST, P(None, "half"))
+    with moving(way):
+        moved = sr.reshard([counted(source, start=index) for index in range(70)], target)
+    for index, array in enumerate(moved):
+        check_shards(array, target, numbers(start=index))
 
 
 # ---- shared memory ----
@@ -448,23 +415,6 @@ def test_results_can_be_donated_to_programs(way: str, target: Sharding, donate: 
     check_shards(again, target, numbers((64, 8)))
     if not donate:
         check_shards(tree["a"], source, numbers((64, 8)))
-
-
-@WAYS
-def test_training_continues_after_moves(way: str) -> None:
-    step = jax.jit(lambda w, x: w - 0.1 * jax.grad(lambda w: ((x @ w) ** 2).sum())(w), donate_argnums=0)
-    x = np.ones((4, 64), np.float32)
-    expected = numbers((64, 8)) / 512
-    for _ in range(3):
-        expected = np.asarray(step(jnp.asarray(expected), x))
-    with moving(way):
-        moved = sr.reshard(numbers((64, 8)) / 512, NamedSharding(LINE, P("d")))
-        moved = step(moved, x)
-        moved = sr.reshard(moved, NamedSharding(LAST, P()), donate=True)
-        moved = step(moved, x)
-        moved = sr.reshard(moved, NamedSharding(MESH, P("model", "data")), donate=True)
-        moved = step(moved, x)
-    np.testing.assert_allclose(moved, expected, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -650,7 +600,7 @@ def cache() -> Any:
 @WAYS
 def test_schedules_are_cached_on_request(way: str) -> None:
     jax.clear_caches()
-    assert cache().currsize == 0
+    assert (cache().currsize, cache().maxsize) == (0, 4096)
     source, target = NamedSharding(LINE, P("d")), NamedSharding(LAST, P("half"))
     tree = [counted(source), counted(source), counted(source, (16, 2)), jax.device_put(numbers().astype(int), source)]
     with moving(way):
@@ -665,15 +615,6 @@ def test_schedules_are_cached_on_request(way: str) -> None:
         check_shards(array, target, old)
     sr.reshard(tree, SingleDeviceSharding(jax.devices()[0]), cache_resharding_plans=True)
     assert cache().currsize == 6
-    jax.clear_caches()
-    assert cache().currsize == 0
-
-
-def test_at_most_4096_schedules_are_cached() -> None:
-    source, target = (SingleDeviceSharding(device) for device in jax.devices()[:2])
-    shapes = [jax.ShapeDtypeStruct((1 + index,), jnp.int8, sharding=source) for index in range(4100)]
-    sr.plan_reshard(shapes, target, cache_resharding_plans=True)
-    assert (cache().currsize, cache().maxsize) == (4096, 4096)
     jax.clear_caches()
     assert cache().currsize == 0
 

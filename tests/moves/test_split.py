@@ -16,6 +16,7 @@ import shardrules as sr
 from shardrules.moves.split import concatenate_by_mesh_axis, split_by_mesh_axis
 from tests.mesh.cluster import run_processes
 from tests.mesh.test_processes import SHAPES, printed_lines
+from tests.moves.cases import pointers
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
@@ -54,13 +55,8 @@ def spec_on(array: jax.Array) -> P:
     return array.sharding.spec
 
 
-def memory(array: jax.Array) -> dict[int, int]:
-    """Returns the address in memory of each device's shard."""
-    return {shard.device.id: shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
-
-
 def merged(arrays: Sequence[jax.Array]) -> dict[int, int]:
-    items = [item for array in arrays for item in memory(array).items()]
+    items = [item for array in arrays for item in pointers(array).items()]
     assert len(dict(items)) == len(items)
     return dict(items)
 
@@ -91,32 +87,6 @@ def by_hand(array: jax.Array, mesh_axis: str, start: int, stop: int) -> np.ndarr
     return result
 
 
-def test_a_mesh_is_cut_in_two() -> None:
-    x = counted(FSDP, P("fsdp", None))
-    head, two = split_by_mesh_axis(x, "fsdp", 2)
-    assert head.shape == two.shape == (4, 8)
-    assert spec_on(head) == spec_on(two) == P("fsdp", None)
-    assert ids(head) == [0, 1, 2, 3]
-    assert ids(two) == [4, 5, 6, 7]
-    np.testing.assert_array_equal(head, np.asarray(x)[:4])
-    np.testing.assert_array_equal(two, np.asarray(x)[4:])
-    assert head.committed
-    assert not x.is_deleted()
-
-
-def test_lists_of_indices_are_not_changed() -> None:
-    x = counted(REP, P("fsdp", None))
-    sections = [1]
-    head, two = split_by_mesh_axis(x, "fsdp", sections)
-    assert sections == [1]
-    assert (head.shape, two.shape) == ((2, 8), (6, 8))
-    assert sorted(ids(head)) == [0, 4]
-    assert sorted(ids(two)) == [1, 2, 3, 5, 6, 7]
-    assert dict(mesh_on(two).shape) == {"rep": 2, "fsdp": 3}
-    np.testing.assert_array_equal(head, np.asarray(x)[:2])
-    np.testing.assert_array_equal(two, np.asarray(x)[2:])
-
-
 @pytest.mark.parametrize(
     ("sections", "lengths"),
     [
@@ -138,18 +108,6 @@ def test_sections_of_every_kind(sections: Any, lengths: list[int]) -> None:
     for part, end in zip(parts, ends, strict=True):
         np.testing.assert_array_equal(part, np.asarray(x)[:, end - part.shape[1] : end])
     assert concatenate_by_mesh_axis(parts, "fsdp").sharding == x.sharding
-
-
-def test_unsplit_arrays_give_whole_copies() -> None:
-    x = counted(REP, P("fsdp"))
-    parts = split_by_mesh_axis(x, "rep")
-    assert [ids(part) for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    for part in parts:
-        assert part.shape == (8, 8)
-        np.testing.assert_array_equal(part, x)
-    joined = concatenate_by_mesh_axis(parts, "rep")
-    assert joined.sharding == x.sharding
-    np.testing.assert_array_equal(joined, x)
 
 
 def test_minor_axes_give_shards_in_device_order() -> None:
@@ -186,11 +144,11 @@ def test_joining_undoes_cutting(axis: str, spec: P, types: tuple[AxisType, ...])
     assert joined.sharding == x.sharding
     assert joined.shape == x.shape
     np.testing.assert_array_equal(joined, x)
-    assert memory(x) == merged(parts) == memory(joined)
-    assert len(dict.fromkeys(memory(x).values())) == 8  # eight memories indeed
+    assert pointers(x) == merged(parts) == pointers(joined)
+    assert len(dict.fromkeys(pointers(x).values())) == 8  # eight memories indeed
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_meshes_specs_and_sections(seed: int) -> None:
     random = np.random.default_rng(seed)
     names = "abc"[: random.integers(2, 4)]
@@ -221,7 +179,7 @@ def test_random_meshes_specs_and_sections(seed: int) -> None:
     joined = concatenate_by_mesh_axis(parts, axis)
     assert joined.sharding == x.sharding
     np.testing.assert_array_equal(joined, x)
-    assert memory(x) == merged(parts) == memory(joined)
+    assert pointers(x) == merged(parts) == pointers(joined)
 
 
 @pytest.mark.parametrize(
@@ -237,14 +195,6 @@ def test_every_dtype_keeps_its_bits(dtype: Any) -> None:
     assert np.asarray(joined).tobytes() == raw.tobytes()
 
 
-def test_nan_and_minus_zero_keep_their_bits() -> None:
-    raw = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 1], np.uint32).view(np.float32).repeat(2)
-    x = jax.device_put(raw, NamedSharding(FSDP, P("fsdp")))
-    parts = split_by_mesh_axis(x, "fsdp", 4)
-    values = np.concatenate([np.asarray(part) for part in parts])
-    np.testing.assert_array_equal(values.view(np.uint32), raw.view(np.uint32))
-
-
 def test_random_keys_stay_keys() -> None:
     keys = jax.device_put(jax.random.split(jax.random.key(3, impl="rbg"), (8, 2)), NamedSharding(REP, P("fsdp")))
     parts = split_by_mesh_axis(keys, "fsdp", [1])
@@ -253,7 +203,7 @@ def test_random_keys_stay_keys() -> None:
     data = np.asarray(jax.random.key_data(keys))
     np.testing.assert_array_equal(jax.random.key_data(parts[0]), data[:2])
     np.testing.assert_array_equal(jax.random.key_data(parts[1]), data[2:])
-    assert merged(parts) == memory(keys)
+    assert merged(parts) == pointers(keys)
     joined = concatenate_by_mesh_axis(parts, "fsdp")
     assert joined.sharding == keys.sharding
     assert joined.dtype == keys.dtype
@@ -265,18 +215,10 @@ def test_memory_kinds_are_kept(kind: str) -> None:
     x = jax.device_put(np.arange(8.0), NamedSharding(FSDP, P("fsdp")).with_memory_kind(kind))
     parts = split_by_mesh_axis(x, "fsdp", [2])
     assert [part.sharding.memory_kind for part in parts] == [kind, kind]
-    assert merged(parts) == memory(x)
+    assert merged(parts) == pointers(x)
     joined = concatenate_by_mesh_axis(parts, "fsdp")
     assert joined.sharding == x.sharding
     assert joined.tolist() == list(range(8))
-
-
-def test_parts_compute_on_their_devices() -> None:
-    x = counted(REP, P("fsdp", None))
-    for part in split_by_mesh_axis(x, "fsdp", 2):
-        mean = jax.jit(lambda a: a - a.mean())(part)
-        assert mean.sharding.device_set == part.sharding.device_set
-        np.testing.assert_allclose(mean, np.asarray(part) - np.asarray(part).mean())
 
 
 def test_trees_keep_their_structure() -> None:
@@ -326,14 +268,14 @@ def test_donate_leaves_the_results_alive(donate: bool) -> None:
     values = np.asarray(x)
     parts = split_by_mesh_axis({"x": x}, "fsdp", 2, donate=donate)
     assert not x.is_deleted()
-    pointers = memory(x)
+    before = pointers(x)
     del x
     np.testing.assert_array_equal(np.concatenate([part["x"] for part in parts]), values)
     joined = concatenate_by_mesh_axis(parts, "fsdp", donate=donate)
     assert not any(part["x"].is_deleted() for part in parts)
     del parts
     np.testing.assert_array_equal(joined["x"], values)
-    assert memory(joined["x"]) == pointers
+    assert pointers(joined["x"]) == before
 
 
 def test_jax_deletes_shared_shards_of_all_arrays() -> None:
@@ -384,12 +326,6 @@ def test_sections_must_be_possible(sections: Any, message: str) -> None:
     with pytest.raises(sr.errors.MeshError, match=message) as caught:
         split_by_mesh_axis(x, "fsdp", sections)
     assert isinstance(caught.value, ValueError)
-
-
-def test_axes_of_size_one_have_no_inner_index() -> None:
-    x = counted(mesh_of((1, 8), ("one", "fsdp")), P("fsdp"))
-    with pytest.raises(sr.errors.MeshError, match=r"the indices \[1\] must be increasing numbers above 0 and below 1"):
-        split_by_mesh_axis(x, "one", [1])
 
 
 @pytest.mark.parametrize("axis", ["fspd", "", None, ("fsdp",), ["fsdp"], 0])
@@ -443,13 +379,6 @@ def test_one_error_lists_every_problem_of_cutting() -> None:
         split_by_mesh_axis({"gone": gone}, "fsdp")
 
 
-def test_deleted_keys_are_refused() -> None:
-    keys = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(FSDP, P("fsdp")))
-    keys.delete()
-    with pytest.raises(sr.errors.TreeError, match=r"deleted: the tree \(8,\): it has been deleted"):
-        split_by_mesh_axis(keys, "fsdp")
-
-
 @pytest.mark.parametrize("tree", [{}, [], None, {"a": None}])
 def test_trees_need_an_array(tree: Any) -> None:
     with pytest.raises(sr.errors.TreeError, match="the tree has no array, and so no mesh"):
@@ -500,16 +429,12 @@ def test_trees_must_be_a_list(trees: Any) -> None:
         concatenate_by_mesh_axis(trees, "fsdp")
 
 
-def test_an_array_is_not_a_list_of_trees() -> None:
-    with pytest.raises(sr.errors.ConfigTypeError, match="must be a list or tuple"):
-        concatenate_by_mesh_axis(counted(FSDP, P("fsdp")), "fsdp")  # pyright: ignore[reportArgumentType]
-
-
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
         (mesh_of((4,), ("dp",), start=4), r"differs from fsdp:4 in more than the size of 'fsdp'"),
         (mesh_of((2, 2), ("rep", "fsdp"), start=4), r"differs from fsdp:4 in more"),
+        (mesh_of((4, 1), ("fsdp", "tp"), start=4), r"differs from fsdp:4 in more"),
         (
             mesh_of((4,), ("fsdp",), (EXPLICIT,), start=4),
             r"has other axis types than fsdp:4 \(Auto\) of devices 0, 1, 2, 3",
@@ -522,13 +447,6 @@ def test_an_array_is_not_a_list_of_trees() -> None:
 def test_meshes_that_cannot_be_joined(mesh: Mesh, message: str) -> None:
     x, y = counted(LEFT, P(), (4,)), counted(mesh, P(), (4,))
     with pytest.raises(sr.errors.ShardRulesError, match=rf"other-mesh: 1: the mesh .* {message}"):
-        concatenate_by_mesh_axis([x, y], "fsdp")
-
-
-def test_other_axes_must_have_equal_sizes() -> None:
-    x = counted(mesh_of((2, 1), ("tp", "fsdp")), P("fsdp"))
-    y = counted(mesh_of((3, 1), ("tp", "fsdp"), start=2), P("fsdp"))
-    with pytest.raises(sr.errors.MeshError, match=r"differs from tp:2,fsdp:1 in more than the size of 'fsdp'"):
         concatenate_by_mesh_axis([x, y], "fsdp")
 
 
@@ -628,7 +546,7 @@ def test_nothing_is_sent() -> None:
     with jax.transfer_guard("disallow_explicit"):
         parts = split_by_mesh_axis([x, y], "fsdp", 4)
         joined = concatenate_by_mesh_axis(parts, "fsdp")
-    assert memory(joined[0]) == memory(x)
+    assert pointers(joined[0]) == pointers(x)
 
 
 @pytest.mark.slow
