@@ -18,6 +18,10 @@ Index: TypeAlias = tuple[slice, ...]
 """One slice for each dimension, as `numpy` takes them."""
 
 
+def _as_shape(shape: Iterable[int]) -> tuple[int, ...]:
+    return tuple(map(operator.index, shape))
+
+
 @final
 @attrs.frozen(eq=False)
 class ArraySource:
@@ -41,7 +45,7 @@ class ArraySource:
     ```
     """
 
-    shape: tuple[int, ...] = attrs.field(converter=lambda shape: tuple(map(operator.index, shape)))
+    shape: tuple[int, ...] = attrs.field(converter=_as_shape)
     dtype: Any = attrs.field(converter=np.dtype)
     read: Callable[[Index], np.ndarray]
     read_together: Callable[[Sequence[Index]], Iterable[Sequence[tuple[int, np.ndarray]]]] | None = None

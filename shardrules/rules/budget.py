@@ -40,7 +40,7 @@ _STEP_EFFORT = 256
 """The least that a step counts, in partial choices: its NumPy calls take as long. Chosen by hand."""
 
 _LIMIT = 1 << 62
-"""Above all sums, which are int64 and are added in pairs."""
+"""Above all sums, which are int64 and are added in pairs: larger trees are refused."""
 
 
 @final
@@ -86,6 +86,13 @@ def choose(groups: Sequence[LeafGroup], budget_bytes: int) -> tuple[tuple[int, .
     leaves = sum(group.count for group in groups)
     # Among equal costs, a leaf that costs anything weighs more than the positions of all leaves together.
     weights = [leaves * len(groups) + len(groups) - index for index in range(len(groups))]
+    for sizes in (
+        [group.count * max(option.held_bytes for option in group.options) for group in groups],
+        [group.count * max(option.cost_bytes for option in group.options) for group in groups],
+        [group.count * weight for group, weight in zip(groups, weights, strict=True)],
+    ):
+        if sum(sizes) >= _LIMIT:
+            raise OverflowError(f"the sizes of {leaves} leaves add up to {sum(sizes)}, the limit is {_LIMIT}")
     fronts = [_pareto_front(group, weight) for group, weight in zip(groups, weights, strict=True)]
     ladder = _Ladder.of(fronts, scale=sum(weights) * leaves + 1)
     # Sums of bytes move in multiples of the greatest common divisor: a budget rounded down to one makes bounds tight.

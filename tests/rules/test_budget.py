@@ -179,6 +179,11 @@ def test_huge_sizes_do_not_overflow(share: float) -> None:
     assert cost <= lower_bound(groups, budget_bytes) * Fraction(1005, 1000)
 
 
+def test_sums_beyond_int64_raise() -> None:
+    with pytest.raises(OverflowError, match=r"the sizes of 4 leaves add up to \d+, the limit is 4611686018427387904"):
+        choose([LeafGroup(4, split(1 << 60))], 1 << 62)
+
+
 def large(leaves: int, kinds: int, seed: int, structured: bool) -> list[LeafGroup]:
     """A tree of `leaves` leaves in `kinds` groups; sizes span five orders of magnitude."""
     rng = np.random.default_rng(seed)

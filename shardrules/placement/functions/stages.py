@@ -48,6 +48,14 @@ class LoweredFunction:
             self.lowered.compile(None if compiler_options is None else dict(compiler_options)), self._run
         )
 
-    def as_text(self) -> str:
+    def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """Returns the program before it is optimized."""
-        return self.lowered.as_text()
+        return self.lowered.as_text(dialect, debug_info=debug_info)
+
+    def compiler_ir(self, dialect: str | None = None) -> Any:
+        """Returns the program as an object of the compiler."""
+        return self.lowered.compiler_ir(dialect)
+
+    def cost_analysis(self) -> Any:
+        """Returns XLA's estimate of operations and bytes before it optimizes."""
+        return self.lowered.cost_analysis()
