@@ -45,13 +45,6 @@ def check_spec(
     """Yields what is wrong with one spec for one array; `count` is how many arrays share it.
 
     Without the `sizes` of the mesh axes, what depends on a mesh is not checked.
-
-    ```python
-    from shardrules.core.check import check_spec
-
-    codes = [finding.code for finding in check_spec("w", (8, 15), P("data", "model"), {"data": 2, "model": 4})]
-    assert codes == ["indivisible", "weakened"]
-    ```
     """
     where: dict[str, Any] = {"path": path, "shape": shape, "count": count}
     spec_entries = entries(spec)
