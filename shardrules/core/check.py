@@ -125,7 +125,7 @@ def _check_entry(
 
 
 def _divides_in_part(entry: Entry, dim_size: int, sizes: Mapping[str, int]) -> bool:
-    """Returns whether a factor of the first axis of `entry` that does not divide the rest of `dim_size` does."""
+    """A factor of the first axis of `entry` that does not divide the rest of `dim_size` divides it."""
     fitting = divisible_prefix(entry, dim_size, sizes)
     if len(fitting) == len(entry):
         return False

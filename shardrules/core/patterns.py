@@ -100,11 +100,11 @@ class _Part:
     ends: frozenset[str] = frozenset()
     """The characters that a repetition at its end may go on with."""
     is_fixed: bool = True
-    """True if `lead` is all of it."""
+    """`lead` is all of it."""
     is_empty: bool = True
-    """True if it may match nothing."""
+    """It may match nothing."""
     is_ambiguous: bool = False
-    """True if it may match a text in several ways."""
+    """It may match a text in several ways."""
     repeats: int = 0
     """The repetitions in a row that may end in many places; too many for a repetition inside a repetition."""
 

@@ -157,7 +157,7 @@ def packs_on(device: Any, dtype: Any) -> bool:
 
 @functools.cache
 def _cpu_packs() -> bool:
-    """Returns whether this version of JAX packs them on CPUs: 0.12 does, 0.10 gives each a byte."""
+    """JAX 0.12 packs them on CPUs, 0.10 gives each a byte."""
     with jax.ensure_compile_time_eval():
         array = jax.device_put(np.zeros(8, jnp.int4), jax.local_devices(backend="cpu")[0])
     return array.on_device_size_in_bytes() < array.size
