@@ -14,18 +14,7 @@ _KINDS |= {"__annotations__": dict, "__type_params__": tuple}
 
 
 def name_of(fn: Any) -> str:
-    """Returns what programs, messages and reports call a callable: by what it wraps, or the type of that.
-
-    ```python
-    import functools
-
-    from shardrules.core.callables import name_of
-
-    assert name_of(functools.partial(max, 1)) == "max"
-    linear = eqx.nn.Linear(2, 2, key=jax.random.key(0))
-    assert name_of(jax.tree.map(lambda x: x, eqx.filter_vmap(linear))) == "Linear"
-    ```
-    """
+    """Returns what programs, messages and reports call a callable: by what it wraps, or the type of that."""
     while not isinstance(name := getattr(fn, "__name__", None), str):
         wrapped = getattr(fn, "__wrapped__", None)
         wrapped = getattr(fn, "func", None) if wrapped is None else wrapped  # of partial functions

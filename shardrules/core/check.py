@@ -28,13 +28,6 @@ def check_spec(
     """Yields what is wrong with one spec for one array; `count` is how many arrays share it.
 
     Without the `sizes` of the mesh axes, what depends on a mesh is not checked.
-
-    ```python
-    from shardrules.core.check import check_spec
-
-    codes = [finding.code for finding in check_spec("w", (8, 15), P("data", "model"), {"data": 2, "model": 4})]
-    assert codes == ["indivisible", "weakened"]
-    ```
     """
     where: dict[str, Any] = {"path": path, "shape": shape, "count": count}
     spec_entries = entries(spec)
@@ -115,7 +108,7 @@ def _check_entry(
 
 
 def _divides_in_part(entry: Entry, dim_size: int, sizes: Mapping[str, int]) -> bool:
-    """Returns whether a factor of the first axis of `entry` that does not divide the rest of `dim_size` does."""
+    """A factor of the first axis of `entry` that does not divide the rest of `dim_size` divides it."""
     fitting = divisible_prefix(entry, dim_size, sizes)
     if len(fitting) == len(entry):
         return False

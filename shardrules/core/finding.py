@@ -113,15 +113,7 @@ def _common_name(first: str, second: str) -> str:
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Returns `findings`, errors first, findings of equal layers merged into one with the sum of their counts.
-
-    ```python
-    from shardrules.core.finding import merged
-
-    twice = [sr.Finding("note", "unmatched", "no rule", path=f"layers/{i}/w") for i in range(2)]
-    assert [(finding.path, finding.count) for finding in merged(twice)] == [("layers/*/w", 2)]
-    ```
-    """
+    """Returns `findings`, errors first, findings of equal layers merged into one with the sum of their counts."""
     # Findings of equal layers differ in nothing but the indices in their paths, and their counts.
     groups: dict[Finding, list[Finding]] = {}
     for finding in findings:

@@ -60,14 +60,7 @@ def _tokens(text: str) -> tuple[re.Match[str], ...]:
 
 @functools.lru_cache(maxsize=4096)
 def names(text: str) -> tuple[str, ...]:
-    """Returns texts that each match of a valid pattern contains.
-
-    ```python
-    from shardrules.core.patterns import names
-
-    assert names(r"layers/\\d+/mlp") == ("layers/", "/mlp")
-    ```
-    """
+    """Returns texts that each match of a valid pattern contains."""
     if _LITERAL.fullmatch(text):
         return (text,)
     flags = _FLAGS.match(text)
@@ -107,11 +100,11 @@ class _Part:
     ends: frozenset[str] = frozenset()
     """The characters that a repetition at its end may go on with."""
     is_fixed: bool = True
-    """True if `lead` is all of it."""
+    """`lead` is all of it."""
     is_empty: bool = True
-    """True if it may match nothing."""
+    """It may match nothing."""
     is_ambiguous: bool = False
-    """True if it may match a text in several ways."""
+    """It may match a text in several ways."""
     repeats: int = 0
     """The repetitions in a row that may end in many places; too many for a repetition inside a repetition."""
 
@@ -210,16 +203,7 @@ def _bounds(token: re.Match[str]) -> tuple[int, float]:
 
 @functools.lru_cache(maxsize=4096)
 def backtracks(pattern: re.Pattern[str]) -> bool:
-    """Returns whether a pattern may take years to match a path.
-
-    ```python
-    import re
-
-    from shardrules.core.patterns import backtracks
-
-    assert backtracks(re.compile("(a+)+$")) and not backtracks(re.compile("(a+/)+$"))
-    ```
-    """
+    """Returns whether a pattern may take years to match a path."""
     text = pattern.pattern
     # Most patterns have few repetitions and none of a group. To read them takes three times as long as to compile them.
     is_short = len(re.findall(r"[*+?{]", text)) <= MOST_REPEATS and not re.search(r"\)[*+{]", text)

@@ -48,7 +48,7 @@ def as_pinned(specs: Any) -> Pins:
 
 
 def _is_for_an_array(value: Any) -> bool:
-    """Returns whether a leaf of a tree of specs says how to place an array. What it says may be invalid."""
+    """A leaf of a tree of specs that says how to place an array. What it says may be invalid."""
     return isinstance(value, PartitionSpec | Sharding | str | int | float) or array_kind(value) is not None
 
 

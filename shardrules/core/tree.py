@@ -413,14 +413,7 @@ def leaf_paths(tree: Any, path_style: PathStyle = "attr") -> tuple[str, ...]:
 
 
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
-    """Returns path and value of every leaf of `tree`, where `is_leaf` says which nodes are leaves, too.
-
-    ```python
-    from shardrules.core.tree import named_leaves
-
-    assert named_leaves({"a": [1, (2, 3)]}, lambda node: isinstance(node, tuple)) == [("a/0", 1), ("a/1", (2, 3))]
-    ```
-    """
+    """Returns path and value of every leaf of `tree`, where `is_leaf` says which nodes are leaves, too."""
     named: list[tuple[tuple[Any, ...], Any]] = []
     ends = is_variable if is_leaf is None else lambda node: is_leaf(node) or is_variable(node)
     for path, node in jtu.tree_flatten_with_path(tree, is_leaf=ends)[0]:
@@ -465,13 +458,6 @@ def spread(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], caller: str, 
 
     `is_leaf` says which nodes of `prefix` are values: specs, say, or `None`. For `caller` and `what` see
     `prefix_parts`.
-
-    ```python
-    is_spec = lambda node: isinstance(node, P)
-    from shardrules.core.tree import spread
-
-    assert spread({"a": P("data"), "b": P()}, {"a": [1, 2], "b": 3}, is_spec, "me") == [P("data"), P("data"), P()]
-    ```
     """
     values, structure = jtu.tree_flatten(prefix, is_leaf=is_leaf)
     if structure == jtu.tree_structure(tree):  # the usual case, and the only fast one for many leaves

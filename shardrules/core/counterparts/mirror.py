@@ -47,13 +47,6 @@ def mirror_leaves(
     then the leaf takes the entries of the dimensions that it kept. Without any, it is the first that the leaf stacks,
     or whose sizes it has. A leaf without a match stays as earlier rules decided, or is `P()`, with the reason. Leaves
     that fit no path may mirror what is planned below a first name, without that name.
-
-    ```python
-    from shardrules.core.counterparts.mirror import mirror_leaves
-
-    planned = {"params/w": ((8, 4), P("data")), "batch_stats/mean": ((8,), P())}
-    assert mirror_leaves([sr.Leaf("mu/w", (8, 4), jnp.float32)], ["mu/w"], planned)[0].spec == P("data")
-    ```
     """
     homes = _count_homes(paths, planned)
     shorter = {path for path in paths if not _fits(path, planned)}

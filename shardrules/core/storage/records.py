@@ -114,19 +114,6 @@ def record(kind: Any, value: Any, name: str) -> Any:
 
     Objects become attrs classes, and lists become tuples; `int`, `float`, `str`, `bool`, `Literal` and `None` are
     checked. Fields with a default may be missing. `name` is what messages call the value.
-
-    ```python
-    import attrs
-
-    from shardrules.core.storage.records import record
-
-    @attrs.frozen
-    class Size:
-        name: str
-        dims: tuple[int, ...]
-
-    assert record(Size, {"name": "x", "dims": [1, 2]}, "size") == Size("x", (1, 2))
-    ```
     """
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
