@@ -290,7 +290,7 @@ class _Trials:
 
     def fit(self, batch: int) -> Fit:
         args = self.make(batch)
-        # Where make_args rounds batches up, several of them are one program, which need not be compiled again.
+        # If make_args rounds batches up, several of them are one program, which need not be compiled again.
         fit = next((fit for other, fit in self.fits.items() if _have_same_shapes(args, self.make(other))), None)
         if fit is None:
             with _noting_batch(batch):
@@ -405,7 +405,7 @@ def _search(fit_of: Callable[[int], Fit], least: int, most: int) -> None:
             guess = 2 * low if before == low else _crossing(fits, before, low, _crossing(fits, least, low, farthest))
             size = min(max(guess, low + 1), farthest, most)
         else:
-            # Where memory is not linear, the line through both ends may creep towards one of them. After two rounds
+            # If memory is not linear, the line through both ends may creep towards one of them. After two rounds
             # that did not halve the bracket, bisect.
             slow_rounds = slow_rounds + 1 if 2 * (high - low) > width else 0
             middle = (low + high) // 2

@@ -91,7 +91,7 @@ class Movement:
 
     def parameters_like(self, collective: Collective, array: ArrayType, *, split_dims: bool = False) -> list[str]:
         """Returns the paths of the parameters that an array in a collective, or the gradient in it, may belong to."""
-        # What an all-gather or an all-reduce returns is whole along the axes that it goes over.
+        # The result of an all-gather or an all-reduce is whole along the axes that it goes over.
         whole = () if collective.kind == "reduce-scatter" else collective.crossed
         return self.arguments.parameters_shaped(array, whole, split_dims=split_dims)
 

@@ -126,7 +126,7 @@ def lines_table(lines: Sequence[LineTime]) -> list[str]:
     """Returns the lines of a table of the lines of code that take most of the step; none where nothing takes time."""
     total = sum(line.seconds for line in lines)
 
-    # Where all that runs beside a collective is shorter, the lines that take time are those on the critical path.
+    # If all that runs beside a collective is shorter, the lines that take time are those on the critical path.
     is_shadowed = any(abs(line.critical_seconds - line.seconds) > _SHADOWED * total for line in lines)
 
     def row(name: str, group: Sequence[LineTime]) -> tuple[str, ...]:

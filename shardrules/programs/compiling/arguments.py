@@ -143,7 +143,7 @@ def read_arguments(
             kind = array_kind(leaf)
             if kind is None:
                 continue
-            # What the caller requests, else what the plan decides, else where the array is.
+            # The caller's request, else the plan's, else the sharding that the array has.
             current = _as_request(getattr(leaf, "sharding", None))  # numpy arrays have none
             array = _argument(path, leaf, kind, how_request or plan_request or current)
             owners.append(owner)

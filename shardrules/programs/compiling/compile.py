@@ -172,7 +172,7 @@ def _trace_on(fn: Callable[..., Any], arguments: Arguments, mesh: AnyMesh) -> Tr
         args = arguments.rebuild(arrays)
         variables = ArgumentVariables.of(args)
         results.append(fn(*args))
-        # What is written to an argument is a result, too: a step of flax nnx may return nothing but its loss.
+        # An array written to an argument is a result, too: a step of flax nnx may return nothing but its loss.
         indices = {id(array): index for index, array in enumerate(arrays)}
         writes = {
             indices[id(old)]: new for old, new in variables.pairs(variables.writes("audit")) if id(old) in indices
@@ -255,7 +255,7 @@ def compile_for(
             donate_argnums=all_donated,
         )
         with warnings.catch_warnings():
-            # Which donated arrays are not reused shows in the compiled program itself.
+            # The compiled program itself shows which donated arrays are not reused.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             with naming_lines():
                 lowered = run.lower(*[array.struct(mesh) for array in arguments.arrays])
@@ -321,7 +321,7 @@ def _requested_shardings(
     of_leaves = result_shardings(treedef.unflatten(shapes), out_shardings, mesh)
     paths = [path for path, array in zip(leaf_paths(traced.result), is_array, strict=True) if array]
     of_arrays = [sharding for sharding, array in zip(of_leaves, is_array, strict=True) if array]
-    # What is written to an argument stays where the argument is.
+    # An array written to an argument stays where the argument is.
     targets = [arguments.arrays[index] for index in traced.written]
     paths += [target.path for target in targets]
     of_arrays += [None if target.spec is None else NamedSharding(mesh, target.spec) for target in targets]

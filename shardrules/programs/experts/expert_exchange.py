@@ -134,7 +134,7 @@ def _ways(how: str | None, capacity: int | None, has_axis: bool, ndim: int) -> A
         return (how,)
     is_divided = ndim > (2 if capacity is not None else 1)
     possible = tuple(name for name in EXCHANGES if capacity is not None or name not in NEED_CAPACITY)
-    # Where an axis is named, experts are exchanged along it if they can be.
+    # If an axis is named, experts are exchanged along it if they can be.
     return (*(possible if is_divided else ()), *(() if has_axis and is_divided else ("sum",)))
 
 

@@ -280,7 +280,7 @@ class ShardFunction:
             forward.split,
             forward.exchange,
         )
-        # What the forward pass computes is computed again, and each product has two gradients.
+        # The forward pass is computed again, and each product has two gradients.
         cost = self.cost and (lambda *shapes: 3 * self.cost(*shapes[:count]))  # pyright: ignore[reportOptionalCall]
         function = attrs.evolve(
             self,

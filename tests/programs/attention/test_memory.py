@@ -1,4 +1,4 @@
-"""What attention keeps does not grow with the number of blocks of keys."""
+"""The memory of attention does not grow with the number of blocks of keys."""
 
 from typing import Any
 

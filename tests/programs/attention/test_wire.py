@@ -1,4 +1,4 @@
-"""What devices send is what the closed forms of ring, gathered and all-to-all attention say."""
+"""Devices send what the closed forms of ring, gathered and all-to-all attention say."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ BATCH, LENGTH, HEADS, KV_HEADS, WIDTH = 4, 2048, 16, 4, 64
 
 
 def forms(how: str, causal: bool, devices: int, data: int) -> tuple[float, float]:
-    """What a device sends in a forward pass, and for the gradients alone, in bfloat16."""
+    """The bytes that a device sends in a forward pass, and for the gradients alone, in bfloat16."""
     q, kv = (2 * BATCH // data * LENGTH // devices * heads * WIDTH for heads in (HEADS, KV_HEADS))
     others = devices - 1
     if how == "all_to_all":

@@ -1,4 +1,4 @@
-"""What has changed between two reports."""
+"""The changes between two reports."""
 
 from collections.abc import Callable
 from typing import Any

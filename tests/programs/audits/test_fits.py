@@ -35,7 +35,7 @@ from tests.programs.examples import CPU, CUDA, TARGETS, TPU, mesh_on
 MESH = sr.mesh_shape("data:8")
 WIDTH = 256
 ROW = 2 * WIDTH * 4
-"""What a row of `grown` takes: as an argument and as a result."""
+"""The bytes of a row of `grown`: as an argument and as a result."""
 
 
 def grown(x: Any) -> Any:
@@ -287,7 +287,7 @@ def curve(memory: Callable[[int], int]) -> Callable[[int], tuple[Any, ...]]:
 
 LINE, NOISE = 10**6, np.random.default_rng(0).integers(0, 3000, 4096)
 CURVES: dict[str, tuple[Callable[[int], int], int, int]] = {
-    # What is needed, the largest that fits in a MiB, and how many compiles are enough to find it.
+    # The need, the largest that fits in a MiB, and how many compiles are enough to find it.
     "line": (lambda batch: 1000 + 700 * batch, 1496, 6),
     "steep line": (lambda batch: 500_000 + 100_000 * batch, 5, 5),
     "one fits": (lambda batch: 600_000 * batch, 1, 2),

@@ -1,4 +1,4 @@
-"""Which module an operation belongs to, as JAX, Flax and Equinox name it, and what modules cost."""
+"""The module of an operation, as JAX, Flax and Equinox name it, and the costs of modules."""
 
 from typing import Any
 

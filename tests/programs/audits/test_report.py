@@ -161,7 +161,7 @@ def edited(*path: Any, value: Any = None, lacks: bool = False) -> str:
 
 
 OPTIONAL = ("flags", "totals", "compile_seconds", "hlo_text", "kernel_seconds", "timeline")
-"""What a report may lack. Totals are for other programs: here they are added up again."""
+"""Parts that a report may lack. Totals are for other programs: here they are added up again."""
 
 
 @pytest.mark.parametrize("part", [part for part in json.loads(REPORT.to_json()) if part not in OPTIONAL])

@@ -1,4 +1,4 @@
-"""How a report prints: its tables, in the order of what costs most."""
+"""The page of a report: its tables, in the order of what costs most."""
 
 import attrs
 import pytest

@@ -1,4 +1,4 @@
-"""What a function asks for against counts by hand and by brute force, before any compiler has seen it."""
+"""The FLOPs of a function against counts by hand and by brute force, before any compiler has seen it."""
 
 import itertools
 from collections.abc import Callable

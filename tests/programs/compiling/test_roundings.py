@@ -1,4 +1,4 @@
-"""Which casts round to 8 bits, and what they are called in compiled programs."""
+"""Casts that round to 8 bits, and their names in compiled programs."""
 
 from typing import Any
 

@@ -50,7 +50,7 @@ def routes_of(kind: str, *lead: int) -> jax.Array:
 
 
 def is_kept(routes: Any, capacity: int | None) -> np.ndarray:
-    """Which choices an expert takes: the first of each group."""
+    """The choices that an expert takes: the first of each group."""
     flat = np.asarray(routes).reshape(-1, *routes.shape[-2:])
     kept = (flat >= 0) & (flat < EXPERTS)
     if capacity is not None:

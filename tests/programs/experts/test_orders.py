@@ -53,7 +53,7 @@ def step_of(
 
 
 def uses_of(count: int, hidden: int, choices: int, length: int) -> Any:
-    """How a plan for 16 H100 of two hosts splits the exchange."""
+    """The splits of the exchange in a plan for 16 H100 of two hosts."""
     step, args = step_of(count, hidden, choices, length)
     plan = sr.autoplan(step, *args, mesh=mesh_on("cuda:h100:16", "data:2,expert:8"))
     assert plan.regions
@@ -61,7 +61,7 @@ def uses_of(count: int, hidden: int, choices: int, length: int) -> Any:
 
 
 def seconds_of(mesh_text: str, *splits: Callable[[ShardAxes], bool]) -> list[float]:
-    """What a step takes at least on 16 H100, where the exchange is only split as one of these functions allows."""
+    """The least time of a step on 16 H100, where the exchange is only split as one of these functions allows."""
     step, args = step_of(count=256, hidden=512, choices=8, length=1024, how="all_to_all")
     options = QueryOptions(None, None, None, None, 60.0, False)
     query = read_query(step, args, mesh_on("cuda:h100:16", mesh_text), options)

@@ -24,7 +24,7 @@ def grouped(params: Any, rows: Any, sizes: Any) -> Any:
 
 
 def sent_bytes(target: str, way: Any, capacity: int | None, with_gradients: bool = False) -> float:
-    """What a device sends, by an audit of the compiled program."""
+    """The bytes that a device sends, by an audit of the compiled program."""
     mesh = mesh_on(target, f"expert:{DEVICES[target]}")
 
     def split(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

@@ -145,7 +145,7 @@ class Random:
         self.result = "".join(draw.sample(letters, draw.randint(1, len(letters))))
         self.whole = "".join(draw.sample(self.result, draw.randint(0, len(self.result))))
         summed = [letter for letter in letters if letter not in self.result]
-        # What is summed before a softmax has to be whole.
+        # Letters that are summed before a softmax have to be whole.
         self.split = [
             letter for letter in letters if letter not in self.whole and not (self.whole and letter in summed)
         ]

@@ -147,7 +147,7 @@ def _additions_to(program: CompiledProgram, body: str, index: int, scalings: fro
         value = pending.pop()
         instruction = program.instruction(value)
         if instruction.op == "parameter" and (value.computation, value.index) == (body, index):
-            # What was added up to here goes round the loop, and is a total if a round does nothing else with it.
+            # The sum so far goes round the loop, and is a total if a round does nothing else with it.
             names = [addition.instruction for addition in additions]
 
             def passes_on(user: Instruction, names: list[str] = names) -> bool:

@@ -54,7 +54,7 @@ def check_moves(movement: Movement) -> Iterator[Finding]:
     total = max(1, sum(collective.total_wire_bytes for collective in movement.collectives))
     groups: dict[tuple[str, str, str, str], list[_MovedArray]] = {}
     for collective in movement.collectives:
-        # What a kernel needs whole has a finding of its own, and so has what the update multiplies.
+        # Arrays that a kernel needs whole have a finding of their own, and so have factors of the update.
         if (
             collective.total_wire_bytes
             and not is_explicit(collective)

@@ -28,7 +28,7 @@ def check_regathered(movement: Movement) -> Iterator[Finding]:
     if not again:
         return
     timing = movement.timing
-    # What devices compute meanwhile hides the gathers of the same loop.
+    # The work of devices meanwhile hides the gathers of the same loop.
     seconds = 0.0
     for name in dict.fromkeys(map(timing.round_of, again)):
         gathers = sum(timing.seconds(each) for each in again if timing.round_of(each) == name)
@@ -95,7 +95,7 @@ def check_saved_names(function: TracedFunction, timing: Timing) -> Iterator[Find
     policies = [policy for policy in saving_policies(function.compiled.jaxpr) if policy.missing]
     for policy, finding in zip(policies, saved_name_findings(function.compiled.jaxpr), strict=True):
         if policy.matching:
-            # What is computed again although some names match may be what the policy leaves out.
+            # The policy may leave out on purpose what is computed again although some names match.
             yield finding
         elif claimed and not flops:
             text = f"{finding.message}. It costs no matmuls here: this compiler merges those that are repeated"

@@ -1,4 +1,4 @@
-"""Which loops only add up what they get from all devices, from hand-made text."""
+"""Loops that only add up what they get from all devices, from hand-made text."""
 
 from types import SimpleNamespace
 from typing import Any

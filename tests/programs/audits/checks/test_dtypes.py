@@ -1,4 +1,4 @@
-"""Which uses of a gathered array need its width, from hand-made text."""
+"""Uses of a gathered array that need its width, from hand-made text."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -135,7 +135,7 @@ def wire_bytes_of(finding: sr.Finding) -> float | None:
 
 
 def test_findings_cover_all_excess_bytes() -> None:
-    """What the report names is as much as what constraints save, and more: it sends less weights."""
+    """The report names as many bytes as constraints save, and more: it sends less weights."""
     fights, clean = language(CPU, "both", **FIGHTING), language(CPU, "both", split_embedding=True)
     moves = ("partial-sums", "gathered-batch", "gathered-activation", "resharding", "gathered")
     named = sum(wire_bytes_of(finding) or 0 for finding in fights.findings if finding.code in moves)
@@ -601,5 +601,5 @@ def test_a_call_back_to_python_is_named(twice: bool) -> None:
     assert "for the Python function of 'pure_callback', which one of 8 devices calls while" in finding.message
     assert finding.remedy == "Call it inside jax.shard_map over data"
     assert finding.source == line_of(calls_back, "first")
-    # What comes back from that device is no sum, and no two steps lead there.
+    # The array that comes back from that device is no sum, and no two steps lead there.
     assert twice or not {finding.code for finding in report.findings} & {"partial-sums", "rematerialised"}

@@ -1,4 +1,4 @@
-"""Which result replaces which array of an optimizer's state, and what something asks of it."""
+"""Arrays of an optimizer's state, the results that replace them, and the requests for both."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def constrained(p: Any, state: Any, x: Any) -> tuple[Any, Any]:
 
 
 def left_whole(step: Any, *args: Any, in_shardings: Any, out_shardings: Any) -> dict[str, str]:
-    """What is asked of each array that is left whole."""
+    """The request for each array that is left whole."""
     roles = ("parameters", *["optimizer state"] * (len(args) - 2), "batch")
     report = Program(step, args, in_shardings, "data:4", out_shardings, roles).audit("cpu:4")
     findings = [finding for finding in report.findings if finding.code == "state-left-whole"]

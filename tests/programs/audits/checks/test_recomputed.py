@@ -1,4 +1,4 @@
-"""What a policy with names that nothing has costs, by what compilers make of it."""
+"""The cost of a policy with names that nothing has, by what compilers make of it."""
 
 from typing import Any
 

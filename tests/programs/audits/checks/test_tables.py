@@ -1,4 +1,4 @@
-"""Which tables of a compiled program are the same, from hand-made text."""
+"""Tables of a compiled program that are the same, from hand-made text."""
 
 from types import SimpleNamespace
 from typing import Any

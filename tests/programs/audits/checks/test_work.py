@@ -1,4 +1,4 @@
-"""What the finding about repeated updates names, where nothing is gathered for them."""
+"""The names in the finding about repeated updates, where nothing is gathered for them."""
 
 from types import SimpleNamespace
 from typing import Any
