@@ -194,7 +194,7 @@ def shortest(specs: Any) -> Any:
 
 
 def same_tree(tree: Any, other: Any) -> bool:
-    """Whether two trees of specs have the same structure, equal specs, and otherwise identical leaves."""
+    """Returns whether trees of specs have the same structure, equal specs, and otherwise identical leaves."""
     if jax.tree.structure(tree) != jax.tree.structure(other):
         return False
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
@@ -237,7 +237,7 @@ def assert_sound_or_reported(plan: sr.ShardingPlan, tree: Any) -> None:
 
 
 def is_sound(plan: sr.ShardingPlan) -> bool:
-    """Whether `check` lets the plan pass."""
+    """Returns whether `check` lets the plan pass."""
     try:
         return plan.check() is plan
     except sr.errors.PlanError:
