@@ -1,4 +1,4 @@
-"""Primes and divisors of numbers of devices, of which there may be a billion."""
+"""Primes and divisors of numbers of devices, of up to a billion."""
 
 
 def prime_factors(count: int) -> tuple[int, ...]:

@@ -78,7 +78,7 @@ def outer_shapes(shape: Sequence[int], granules: int) -> Iterator[tuple[int, ...
         if granules == 1:
             yield ()
         return
-    # What an axis takes divides its size and the number of granules, hence their greatest common divisor.
+    # The share of an axis divides its size and the number of granules, hence their greatest common divisor.
     shared = math.gcd(shape[0], granules)
     for first in range(shared, 0, -1):
         if shared % first == 0:
@@ -132,7 +132,7 @@ def lay_out(
 
 
 def layout_of(devices: Sequence[DeviceInfo], shape: tuple[int, ...]) -> Layout:
-    """Returns the layout of devices that have a position already: those of a mesh of this shape, row by row."""
+    """Returns the layout of devices that fill a mesh of this shape row by row."""
     kind, granules = _granules(devices, None, ordered=True)
     granule_of = {device.id: index for index, granule in enumerate(granules) for device in granule}
     ids = np.array([device.id for device in devices]).reshape(shape)

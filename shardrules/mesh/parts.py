@@ -58,7 +58,7 @@ def dim_part(axes: tuple[str, ...], mesh: Mesh) -> tuple[int, int]:
 
 
 def global_shape(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
-    """Returns the shape of an array of which each process has a part of this shape."""
+    """Returns the shape of an array whose parts on the processes have this shape."""
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return shape
     entries = [*sharding.spec.partitions, *[None] * len(shape)]

@@ -106,7 +106,7 @@ def choose(groups: Sequence[LeafGroup], budget_bytes: int) -> tuple[tuple[int, .
         counts[group_index, way.option] += size
         open_leaves[group_index] -= size
         spare -= size * way.extra_bytes
-    # What the search did not decide is upgraded in the order that its bounds assumed.
+    # All other leaves are upgraded in the order that the bounds of the search assumed.
     rest = Counter({(index, front[0].option): open_leaves[index] for index, front in enumerate(fronts)})
     for group_index, old, new in ladder.rungs:
         size = min(rest[group_index, old.option], spare // (new.extra_bytes - old.extra_bytes))

@@ -44,7 +44,7 @@ class CompositeShardingRule(LeavesShardingRule):
         decisions: dict[int, Decision] = {}
         declined: list[list[str]] = [[] for _ in leaves.items]
         findings: list[Finding] = []
-        # What earlier rules have decided: a later rule with a budget for the whole tree counts these leaves, too.
+        # Decided by earlier rules: a later rule with a budget for the whole tree counts these leaves, too.
         settled: list[tuple[Leaf, int]] = []
         undecided = list(range(len(leaves.items)))
         for rule in self.rules:

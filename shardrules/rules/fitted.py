@@ -88,7 +88,7 @@ def _fit(leaf: Leaf, decision: Decision) -> Decision:
         )
     kept = []
     for dim, entry in enumerate(requested[: leaf.ndim]):
-        # What an earlier rule decided is not ours to change.
+        # Earlier decisions stay as they are.
         if entry is UNCONSTRAINED or entry == before[dim]:
             kept.append(entry)
             continue

@@ -1,4 +1,4 @@
-"""What the analyzer reports on trees and specs, sound and unsound."""
+"""The reports of the analyzer on trees and specs, sound and unsound."""
 
 from typing import Any
 

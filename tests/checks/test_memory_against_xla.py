@@ -78,7 +78,7 @@ def random_tree(seed: int) -> tuple[tuple[tuple[str, int], ...], dict[str, Any],
 
 
 def compiled_bytes(mesh: Mesh, tree: Any, specs: Any) -> int:
-    """What XLA allocates on one device for the arrays of `tree` as arguments."""
+    """The bytes that XLA allocates on one device for the arrays of `tree` as arguments."""
     shapes = jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(x.shape, jax.typeof(x).dtype, sharding=NamedSharding(mesh, spec)),
         tree,
@@ -91,7 +91,7 @@ def compiled_bytes(mesh: Mesh, tree: Any, specs: Any) -> int:
 
 
 def device_bytes(mesh: Mesh, tree: Any, specs: Any) -> int:
-    """What arrays that are placed take on the fullest device."""
+    """The bytes that placed arrays take on the fullest device."""
     totals: dict[int, int] = {}
     for x, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True):
         dtype = jax.typeof(x).dtype

@@ -1,4 +1,4 @@
-"""Into what numbers of devices divide."""
+"""Primes and divisors of numbers of devices."""
 
 import math
 

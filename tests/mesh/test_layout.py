@@ -49,7 +49,7 @@ def tpus(*bounds: int, kind: str, cores: int = 1, slices: int = 1) -> list[sr.me
 
 
 def spans(layout: sr.meshes.Layout, granule_of: dict[int, int]) -> tuple[int, ...]:
-    """How many granules each axis spans: in a sound layout the same on every line along it."""
+    """The number of granules that each axis spans: in a sound layout the same on every line along it."""
     counts = []
     for dim in range(layout.ids.ndim):
         lines = np.moveaxis(layout.ids, dim, -1).reshape(-1, layout.ids.shape[dim])

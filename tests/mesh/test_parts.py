@@ -1,4 +1,4 @@
-"""Which part of a batch each process has, on meshes of pretended processes."""
+"""The part of a batch that each process has, on meshes of pretended processes."""
 
 from typing import Any
 

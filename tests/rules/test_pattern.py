@@ -1,4 +1,4 @@
-"""What patterns read of list indices: never less than they do, and of the usual patterns not more.
+"""The part of list indices that patterns read: never less than they do, and of the usual patterns not more.
 
 A pattern that reads as `"value"` without need makes planning slower by the number of layers.
 """

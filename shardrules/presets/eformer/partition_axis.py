@@ -164,7 +164,7 @@ def _resolve_fields(axes: dict[str, Any]) -> dict[str, Axis | EllipsisType | Non
         if generation is not None:
             default = ... if generation else None
             resolve(f"generation_{field}", _merged(field, axes, default), generation)
-    # Whether it was left out has to stay known: a batch axis that is changed later must change it too.
+    # An ellipsis has to stay known: a batch axis that is changed later must change it too.
     if _merged("batch_axis", axes, ...) is ...:
         fields["generation_batch_axis"] = ...
     return fields

@@ -35,7 +35,7 @@ _MODULES: Mapping[Role, str] = {
 }
 
 ROLES: Mapping[str, Role] = MappingProxyType({name: role for role, names in _MODULES.items() for name in names.split()})
-"""The role of each module by its name, or by its name with that of the module around it, `self_attn.dense`."""
+"""The role of each module by its name, or by the module around it and its name, `self_attn.dense`."""
 
 FUSED = ("qkv_proj", "query_key_value", "wqkv", "Wqkv", "qkv", "c_attn", "W_pack", "in_proj_qkv", "in_proj_qkvz")
 """Matrices that hold queries, keys and values one after the other."""
@@ -67,13 +67,13 @@ class Parameter:
     name: str = "weight"
     """The rest of the path: `weight`, `bias`, `weight_scale_inv`."""
     is_stacked: bool = False
-    """True if it may have all experts in a dimension of its own."""
+    """It may have all experts in a dimension of its own."""
     is_bare: bool = False
     """The path ends with the module: there is no `weight` in it."""
 
     @property
     def is_vector(self) -> bool:
-        """True if it has one number for each output, beside those of stacked layers and experts."""
+        """It has one number for each output, in each of stacked layers and experts."""
         return self.name in ("bias", "SCB") or self.module == "sinks"
 
     @property

@@ -86,7 +86,7 @@ class _Config:
 
     @property
     def is_latent(self) -> bool:
-        """True if attention is over latent keys and values."""
+        """Attention is over latent keys and values."""
         return self.values.get("kv_lora_rank") is not None
 
     @property
@@ -107,7 +107,7 @@ class _Config:
         return self.size("moe_intermediate_size", "intermediate_size")
 
     def width(self, module: str) -> int:
-        """The hidden size of the MLP of which `module` is a part."""
+        """The hidden size of the MLP around `module`."""
         if "experts." in module and "shared_experts." not in module:
             return self.expert_width
         if "shared_experts." in module:

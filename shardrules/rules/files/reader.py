@@ -150,7 +150,7 @@ def read_rules_text(text: str, file: Path) -> RulesFile:
 
 @final
 class _NotedError(Exception):
-    """Leaves a value out of which the problems are noted already."""
+    """Leaves a value out; its problems are noted already."""
 
 
 @final
