@@ -27,20 +27,17 @@ class Functions:
     inputs: Structure
     targets: Structure
     message: Structure
-    """Of what goes from layer to layer."""
+    """The structure of what goes from layer to layer."""
 
     def layer(self, params: Arrays, x: Arrays) -> Arrays:
-        """The output of a layer."""
         return pack(self.layer_function(self.layers.unpack(params), self.message.unpack(x)))[0]
 
     def first(self, params: Arrays, inputs: Arrays) -> Arrays:
-        """The input of the first layer."""
         if self.first_function is None:
             return inputs
         return pack(self.first_function(self.first_params.unpack(params), self.inputs.unpack(inputs)))[0]
 
     def last(self, params: Arrays, y: Arrays, targets: Arrays) -> Any:
-        """The loss of a microbatch."""
         assert self.last_function is not None
         arrays = self.last_params.unpack(params), self.message.unpack(y), self.targets.unpack(targets)
         return jnp.asarray(self.last_function(*arrays))
@@ -144,5 +141,4 @@ def result_problems(
 
 
 def shapes_text(arrays: Sequence[Any]) -> str:
-    """Dtypes and shapes, for people."""
     return ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)

@@ -43,7 +43,7 @@ class TrainingSearch:
     limit_bytes: float = attrs.field(default=attrs.Factory(lambda search: search.problem.limit_bytes, takes_self=True))
     """The bytes that plans may take by the model."""
     free: dict[Shape, Outcome] = attrs.field(factory=dict)
-    """For each mesh the fastest recipe, without a limit of memory."""
+    """The fastest recipe of each mesh, without a limit of memory."""
     columns: dict[tuple[Shape, Recipe], Outcome] = attrs.field(factory=dict)
     """For other numbers of microbatches the same."""
     outcomes: dict[tuple[Shape, Recipe], Outcome] = attrs.field(factory=dict)
@@ -55,13 +55,13 @@ class TrainingSearch:
     answer_seconds: float = 0.0
     """The time to answer, once the search is over."""
     is_cut: bool = False
-    """True once the time was up in the middle of a plan."""
+    """The time was up in the middle of a plan."""
     most_count: int = 90
     """The plans at most, chosen by hand: 2 to 4 seconds each for scanned layers on one core."""
     host_part: float = 0.0
     """The part of the optimizer's state on hosts, in recipes that are made."""
     is_late: bool = False
-    """True once the time was up before the search was done."""
+    """The time was up before the search was done."""
     why_no_stages: str = ""
     """The reason that layers are not in stages; empty where they are."""
 
@@ -156,7 +156,6 @@ class TrainingSearch:
 
     @property
     def planned(self) -> list[Outcome]:
-        """The plans, within the limit and without."""
         outcomes = (*self.outcomes.values(), *self.free.values(), *self.columns.values())
         return [outcome for outcome in outcomes if outcome.result is not None]
 
@@ -189,7 +188,6 @@ class TrainingSearch:
 
     @property
     def has_time(self) -> bool:
-        """Returns whether there is time for another plan, and for the answer."""
         return self.deadline.seconds_left > self.longest_seconds + self.answer_seconds
 
     def first_keep(self, microbatches: int) -> int:
@@ -238,7 +236,6 @@ class TrainingSearch:
             self.fit(shape)
 
     def fit(self, shape: Shape) -> None:
-        """Looks for the best plan that fits on a mesh."""
         free, least_bytes = self.free[shape], float("inf")
         # What takes longest to reduce, each of several microbatches, bounds nothing.
         is_bound = free.recipe.microbatches == 1
@@ -429,7 +426,6 @@ def first_fitting(keep_indices: Sequence[int], fits: Callable[[int], bool]) -> i
 
 
 def _is_same(first: Outcome, second: Outcome) -> bool:
-    """Returns whether two meshes have the same layouts under other names, as far as costs tell."""
     pairs = (first.seconds, second.seconds), (first.peak_bytes, second.peak_bytes)
     # Sums in another order differ by less.
     return first.recipe == second.recipe and all(math.isclose(*pair, rel_tol=1e-6) for pair in pairs)

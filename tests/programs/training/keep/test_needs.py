@@ -1,4 +1,4 @@
-"""What derivatives of equations need of the forward pass."""
+"""Arrays of the forward pass that derivatives of equations need."""
 
 from collections.abc import Callable
 from typing import Any

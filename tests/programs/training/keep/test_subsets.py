@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from shardrules.programs.training.keep.cut import KeepProblem, UnitStep, UnitValue, cheapest
-from shardrules.programs.training.keep.subsets import kept_values, subset_choices
+from shardrules.programs.training.keep.choices import subset_choices
+from shardrules.programs.training.keep.cut import KeepProblem, UnitStep, UnitValue, cheapest, kept_values
 from tests.programs.training.keep.test_cut import random_problem
 
 

@@ -1,4 +1,4 @@
-"""Which parts of a program are repeated."""
+"""Parts of a program that are repeated."""
 
 import jax
 import jax.numpy as jnp

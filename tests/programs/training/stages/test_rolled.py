@@ -165,7 +165,7 @@ def blocks(arrays: Any, x: Any, key: Any) -> Any:
 
 
 def adding_up(weights: Any, x: Any) -> Any:
-    """What layers return besides is added up, from a constant on."""
+    """Results of layers besides are added up, from a constant on."""
     total = 0.0
     for w in weights:
         x = x + jnp.tanh(x @ w)
