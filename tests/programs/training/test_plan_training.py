@@ -270,9 +270,9 @@ OPAQUE = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)
 )
 def test_wrong_arguments_are_refused(wrong: dict[str, Any], error: type[Exception], message: str) -> None:
     model, batch = shapes()
-    arguments: dict[str, Any] = {"loss": squares, "model": model, "optimizer": OPTIMIZER, "batch": batch}
+    arguments = {"loss": squares, "model": model, "optimizer": OPTIMIZER, "batch": batch, "cluster": "cpu:8", **wrong}
     with pytest.raises(error, match=message) as caught:
-        sr.plan_training(**arguments | {"cluster": "cpu:8"} | wrong)
+        sr.plan_training(**arguments)
     assert wrong.get("optimizer") is not OPAQUE or isinstance(caught.value.__cause__, ValueError)
 
 
