@@ -57,7 +57,7 @@ def test_planned_steps_equal_plain_steps(plan: TrainingPlan) -> None:
         expected, expected_state, expected_loss, _ = eqx.filter_jit(step)(expected, expected_state, batch)
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     assert aux is None
-    assert_close(*(eqx.filter(each, eqx.is_array) for each in (model, expected)), 1e-4)
+    assert_close(eqx.filter(model, eqx.is_array), eqx.filter(expected, eqx.is_array), 1e-4)
 
 
 def test_scales_of_weak_types_are_trained_and_restored(tmp_path: Any) -> None:

@@ -103,28 +103,22 @@ class _Reader:
             why = pair.differences.get(index)
             if why:
                 # Without the trace of a part, only the whole is certain.
-                results, bodies = [self.only_whole(fact, why) for fact in results], ()
+                wholes = [attrs.evolve(fact, is_own=False, index_columns=()) for fact in results]
+                results, bodies = [fact if fact.is_whole else refused(why) for fact in wholes], ()
             if bodies:
                 nested[index] = bodies
-            for var, result_var, fact in zip(equation.outvars, other.outvars, results, strict=True):
+            outputs: Any = zip(equation.outvars, other.outvars, results, strict=True)
+            for var, result_var, fact in outputs:
+                # What trains nothing can be computed for the whole batch before its parts.
                 if is_top and not fact.is_trained and not fact.is_whole:
-                    fact = self.before(var, result_var, fact)
+                    seen = shared_fact(var.aval.shape, result_var.aval.shape, self.counts, False, True)
+                    fact = attrs.evolve(fact, is_whole=True) if fact.form == "examples" else seen
                 facts[var] = self.checked(equation, var, result_var, fact)
             is_slice = any(fact.form == "examples" and not fact.is_own for fact in results)
             is_changed |= is_slice or not equal_literals(equation.invars, other.invars)
             is_changed |= any(body.is_changed for body in bodies) or bool(own_columns(equation, operands, self.counts))
-        outputs = tuple(_fact_of(var, facts) for var in pair.whole.outvars)
-        return BodyFacts(pair, tuple(inputs), outputs, facts, nested, is_changed)
-
-    def only_whole(self, fact: Fact, why: str) -> Fact:
-        """The fact of an array that a part computes in another way than the whole."""
-        return attrs.evolve(fact, is_own=False, index_columns=()) if fact.is_whole else refused(why)
-
-    def before(self, var: Any, other: Any, fact: Fact) -> Fact:
-        """The fact of what trains nothing, which can be computed for the whole batch before its parts."""
-        if fact.form == "examples":
-            return attrs.evolve(fact, is_whole=True)
-        return shared_fact(var.aval.shape, other.aval.shape, self.counts, False, True)
+        leaving = tuple(_fact_of(var, facts) for var in pair.whole.outvars)
+        return BodyFacts(pair, tuple(inputs), leaving, facts, nested, is_changed)
 
     def checked(self, equation: Any, var: Any, other: Any, fact: Fact) -> Fact:
         """The fact, if the shapes of the whole and of the trace agree with it."""

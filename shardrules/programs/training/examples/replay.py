@@ -261,12 +261,10 @@ def matched_calls(whole: ClosedJaxpr, part: ClosedJaxpr, counts: Counts) -> dict
     calls, others = list(_closed_calls(whole)), list(_closed_calls(part))
     matches = {}
     for equation, other in zip(calls, others, strict=False):
-        sizes = [
-            (counts.part_size(size, other_size) == other_size) or size == other_size
-            for var, partner in zip(equation.invars, other.invars, strict=False)
-            for size, other_size in zip(var.aval.shape, partner.aval.shape, strict=False)
-        ]
-        if equation.primitive is other.primitive and len(equation.invars) == len(other.invars) and all(sizes):
+        pairs = zip(equation.invars, other.invars, strict=False)
+        sizes = (each for pair in pairs for each in zip(*(var.aval.shape for var in pair), strict=False))
+        is_alike = equation.primitive is other.primitive and len(equation.invars) == len(other.invars)
+        if is_alike and all(counts.part_size(*each) == each[1] for each in sizes):
             matches[id(equation)] = other
     if not len(matches) == len(calls) == len(others):
         first = next(call for call in (*calls, *others) if id(call) not in matches)

@@ -250,25 +250,20 @@ class TrainingSearch:
             for groups in dict.fromkeys((splits, 1) if divides else (1,)):
                 keeps_all |= self.fit_column(shape, microbatches, groups)
             # More microbatches only cost time where they let the backward pass keep more.
-            is_worse = self.least_seconds(shape, microbatches // 2) < self.least_seconds(shape, microbatches)
-            before, least_bytes = least_bytes, self.least_bytes(shape, microbatches)
+            fewer, current = (self.on_mesh(shape, count) for count in (microbatches // 2, microbatches))
+            before, least_bytes = least_bytes, min((each.peak_bytes for each in current), default=0.0)
+            seconds = [[each.seconds for each in outcomes if each.fits] for outcomes in (fewer, current)]
+            is_worse = min(seconds[0], default=math.inf) < min(seconds[1], default=math.inf)
             # The factor is chosen by hand: without it, searches go on to single examples for hardly a per cent.
             if keeps_all or self.is_over or is_worse or least_bytes > before * 0.98:
                 return
 
-    def on_mesh(self, shape: Shape, microbatches: int) -> Iterator[Outcome]:
-        """Yields the outcomes on a mesh with so many microbatches."""
-        for (other, recipe), outcome in self.outcomes.items():
-            if other == shape and recipe.microbatches == microbatches:
-                yield outcome
-
-    def least_bytes(self, shape: Shape, microbatches: int) -> float:
-        outcomes = self.on_mesh(shape, microbatches)
-        return min((outcome.peak_bytes for outcome in outcomes if outcome.result is not None), default=0.0)
-
-    def least_seconds(self, shape: Shape, microbatches: int) -> float:
-        outcomes = self.on_mesh(shape, microbatches)
-        return min((outcome.seconds for outcome in outcomes if outcome.fits), default=float("inf"))
+    def on_mesh(self, shape: Shape, microbatches: int) -> list[Outcome]:
+        """The plans on a mesh with so many microbatches."""
+        plans = [
+            outcome for (other, _), outcome in self.outcomes.items() if other == shape and outcome.result is not None
+        ]
+        return [outcome for outcome in plans if outcome.recipe.microbatches == microbatches]
 
     def counts(self, splits: int) -> Iterator[int]:
         """Yields numbers of microbatches: 1, 2, 4, ..., as long as all devices have examples of each."""
