@@ -86,7 +86,7 @@ class Body:
 
     program: Any
     operands: tuple[int, ...]
-    """For each of its inputs the index of the operand that it is at first."""
+    """The index of the operand that each of its inputs is at first."""
     fixed_count: int
     """The number of its first inputs that are the same in all rounds."""
 

@@ -21,7 +21,6 @@ def fresh(variables: Iterable[Any]) -> list[Any]:
 
 
 def reading(equations: Iterable[Any], variables: Mapping[Any, Any]) -> list[Any]:
-    """Equations that read other variables."""
     return [each.replace(invars=[replaced(var, variables) for var in each.invars]) for each in equations]
 
 
@@ -35,7 +34,6 @@ class Writer:
     _results: dict[Hashable, Any] = attrs.field(factory=dict)
 
     def read(self, variables: Iterable[Any]) -> list[Any]:
-        """The operands in the place of some variables."""
         return [replaced(var, self.current) for var in variables]
 
     def add(self, equation: Any) -> list[Any]:

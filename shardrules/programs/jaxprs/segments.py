@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -47,6 +47,16 @@ def evaluated(equation: Any, operands: Sequence[Any]) -> list[Any]:
     return jaxpr_as_fun(ClosedJaxpr(program, ()))(*values)
 
 
+def in_operands(equation: Any, operands: Sequence[Any], indices: Sequence[int]) -> Callable[..., list[Any]]:
+    """Returns an equation as a function of some operands, by index; the others have these values."""
+
+    def run(*moved: Any) -> list[Any]:
+        values = dict(zip(indices, moved, strict=True))
+        return evaluated(equation, [values.get(index, operand) for index, operand in enumerate(operands)])
+
+    return run
+
+
 def segment_results(body: Jaxpr, start: int, stop: int) -> list[Any]:
     """Returns the results of equations of a program that others, or the program's caller, read."""
     later = dict.fromkeys(reads(body.eqns[stop:]))
@@ -78,11 +88,9 @@ def is_float(var: Any) -> bool:
     return jnp.issubdtype(getattr(var.aval, "dtype", np.dtype(int)), np.inexact)
 
 
-def nbytes_of(var: Any) -> int:
-    aval = var.aval
+def nbytes_of(aval: Any) -> int:
     return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 4)
 
 
 def struct(var: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a variable."""
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False))

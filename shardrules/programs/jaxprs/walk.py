@@ -31,8 +31,6 @@ def programs_in(equation: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
 
 @final
 class EquationRun(NamedTuple):
-    """An equation as it runs."""
-
     equation: Any
     times: int  # on whole arrays
     around: tuple[Any, ...]  # the equations whose programs it is in
@@ -76,6 +74,13 @@ def reads(equations: Iterable[Any]) -> Iterator[Any]:
     return (var for equation in equations for var in equation.invars if not isinstance(var, Literal))
 
 
-def without_dead_code(program: ClosedJaxpr) -> Jaxpr:
+def without_dead_code(program: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a program without the equations that no result depends on, which gradients leave behind."""
-    return partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), instantiate=True)[0]
+    live, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), instantiate=True)
+    return ClosedJaxpr(live, program.consts)
+
+
+def needed_inputs(program: ClosedJaxpr, result_count: int | None = None) -> list[bool]:
+    """Returns for each input of a program whether results need it, or the first of them."""
+    count = len(program.jaxpr.outvars)
+    return partial_eval.dce_jaxpr(program.jaxpr, [index < (result_count or count) for index in range(count)])[1]

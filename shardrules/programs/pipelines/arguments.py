@@ -10,6 +10,7 @@ import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AxisType
 
 from shardrules.core.axes import mesh_sizes, mesh_text
@@ -24,18 +25,15 @@ from shardrules.programs.pipelines.functions import (
     result_problems,
     shapes_text,
 )
-from shardrules.programs.pipelines.leaves import Arrays, Structure, pack
+from shardrules.programs.pipelines.leaves import Arrays, Structure, as_others, pack
 from shardrules.programs.pipelines.run import Operands, Pipeline
 from shardrules.programs.pipelines.schedule import PipelineSchedule, ScheduleName
 from shardrules.programs.pipelines.stages import Stages
-from shardrules.programs.pipelines.whole import run_whole
 
 
 @final
 @attrs.frozen(eq=False)
 class Settings:
-    """A user's settings."""
-
     layer: Callable[[Any, Any], Any]
     axis: str
     microbatches: int
@@ -50,8 +48,6 @@ class Settings:
 @final
 @attrs.frozen(eq=False, slots=False)
 class PipelineCall:
-    """A call of a pipeline."""
-
     settings: Settings
     layers: Any
     x: Any
@@ -69,8 +65,7 @@ class PipelineCall:
 
     @functools.cached_property
     def _operands(self) -> Operands:
-        layers, first, last, inputs, targets = (arrays for arrays, _ in self._packed)
-        return Operands(layers, first, last, inputs, targets, cotangents=[])
+        return Operands(*(arrays for arrays, _ in self._packed), cotangents=[])
 
     @functools.cached_property
     def _sizes(self) -> dict[str, int]:
@@ -84,13 +79,7 @@ class PipelineCall:
     def _shards(self) -> int:
         return math.prod(self._sizes.get(name, 1) for name in self.settings.batch)
 
-    @property
-    def _has_other_axes(self) -> bool:
-        names = self.settings.axis, *self.settings.batch
-        return any(size > 1 for name, size in self._sizes.items() if name not in names)
-
     def check(self) -> None:
-        """Raises one error with all that is wrong."""
         problems = self._axis_problems() + self._presence_problems()
         dims = self._dim_problems("layers", [("layers", self._stacked)])
         if dims:
@@ -166,8 +155,11 @@ class PipelineCall:
         return problems
 
     def _result_problems(self) -> tuple[list[str], dict[str, Arrays]]:
+        operands = self._operands
+        layer = [jax.ShapeDtypeStruct(array.shape[1:], array.dtype) for array in operands.layers]
         try:
-            return self._traced_problems()
+            rows = [self._row_shapes(arrays) for arrays in (operands.inputs, operands.targets)]
+            return result_problems(self._functions, layer, operands.first, operands.last, rows)
         except FunctionError as raised:
             error, name = raised.__cause__, raised.function
             assert error is not None
@@ -203,14 +195,7 @@ class PipelineCall:
             f"layers is a list of {count} that are not equal: {differences}. Compute what differs in first= or last="
         ]
 
-    def _traced_problems(self) -> tuple[list[str], dict[str, Arrays]]:
-        operands = self._operands
-        layer = [jax.ShapeDtypeStruct(array.shape[1:], array.dtype) for array in operands.layers]
-        rows = [self._row_shapes(arrays) for arrays in (operands.inputs, operands.targets)]
-        return result_problems(self._functions, layer, operands.first, operands.last, rows)
-
     def _row_shapes(self, arrays: Arrays) -> Arrays:
-        """The shapes of a microbatch on a device."""
         parts = self.settings.microbatches * self._shards
         return [jax.ShapeDtypeStruct((len(array) // parts, *array.shape[1:]), array.dtype) for array in arrays]
 
@@ -224,13 +209,12 @@ class PipelineCall:
         return Functions(*users, layers, first, last, inputs, targets, message)
 
     def run(self) -> Any:
-        """Computes the loss, or the output of the last layer."""
         functions, has_loss = self._functions, self.settings.last is not None
         operands = self._operands._replace(
             inputs=self._microbatches(self._operands.inputs), targets=self._microbatches(self._operands.targets)
         )
         if self._stages == 1:
-            value = run_whole(functions, operands)
+            value = _run_whole(functions, operands)
         else:
             value = self._staged(functions)(operands._replace(layers=self._by_stage(operands.layers)))
         if has_loss:
@@ -244,27 +228,26 @@ class PipelineCall:
         return [array.reshape(len(array) // count, count, *array.shape[1:]).swapaxes(0, 1) for array in arrays]
 
     def _staged(self, functions: Functions) -> Stages:
-        settings = self.settings
+        settings, stages = self.settings, self._stages
+        names = settings.axis, *settings.batch
+        has_other_axes = any(size > 1 for name, size in self._sizes.items() if name not in names)
+        schedule = PipelineSchedule(
+            settings.schedule,
+            stages=stages,
+            microbatches=settings.microbatches,
+            chunks=settings.chunks,
+            in_step=has_other_axes,
+        )
         pipeline = Pipeline(
             axis=settings.axis,
-            stages=self._stages,
-            chunks=settings.chunks,
-            microbatches=settings.microbatches,
+            schedule=schedule,
             layer=functions.layer,
-            counts=tuple(self._cut[stage :: self._stages] for stage in range(self._stages)),
+            counts=tuple(self._cut[stage::stages] for stage in range(stages)),
             first=None if settings.first is None else functions.first,
             loss=None if settings.last is None else functions.last,
             weight=1 / (settings.microbatches * self._shards),
-            in_step=self._has_other_axes,
         )
-        schedule = PipelineSchedule(
-            settings.schedule,
-            stages=self._stages,
-            microbatches=settings.microbatches,
-            chunks=settings.chunks,
-            in_step=self._has_other_axes,
-        )
-        return Stages(pipeline, schedule, current_mesh(), settings.batch)
+        return Stages(pipeline, current_mesh(), settings.batch)
 
     @functools.cached_property
     def _cut(self) -> tuple[int, ...]:
@@ -288,6 +271,21 @@ class PipelineCall:
         starts = np.array([0, *itertools.accumulate(self._cut)][:-1]).reshape(chunks, stages).T
         indices = np.minimum(starts[..., None] + np.arange(most), layers - 1).reshape(stages, -1)
         return [array[indices] for array in arrays]
+
+
+def _run_whole(functions: Functions, operands: Operands) -> Any:
+    """The mean loss of microbatches, or the outputs of the last layer, without stages: one after the other."""
+
+    def of_layer(x: Arrays, params: Arrays) -> tuple[Arrays, None]:
+        return as_others(functions.layer(params, x), x), None
+
+    def of_microbatch(rows: tuple[Arrays, Arrays]) -> Any:
+        inputs, targets = rows
+        y, _ = lax.scan(of_layer, functions.first(operands.first, inputs), operands.layers)
+        return y if functions.last_function is None else functions.last(operands.last, y, targets)
+
+    results = lax.map(of_microbatch, (operands.inputs, operands.targets))
+    return results if functions.last_function is None else jnp.sum(results) / results.shape[0]
 
 
 def stacked(layers: Any) -> Any:

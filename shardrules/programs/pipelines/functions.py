@@ -27,20 +27,17 @@ class Functions:
     inputs: Structure
     targets: Structure
     message: Structure
-    """Of what goes from layer to layer."""
+    """The structure of what goes from layer to layer."""
 
     def layer(self, params: Arrays, x: Arrays) -> Arrays:
-        """The output of a layer."""
         return pack(self.layer_function(self.layers.unpack(params), self.message.unpack(x)))[0]
 
     def first(self, params: Arrays, inputs: Arrays) -> Arrays:
-        """The input of the first layer."""
         if self.first_function is None:
             return inputs
         return pack(self.first_function(self.first_params.unpack(params), self.inputs.unpack(inputs)))[0]
 
     def last(self, params: Arrays, y: Arrays, targets: Arrays) -> Any:
-        """The loss of a microbatch."""
         assert self.last_function is not None
         arrays = self.last_params.unpack(params), self.message.unpack(y), self.targets.unpack(targets)
         return jnp.asarray(self.last_function(*arrays))
@@ -55,13 +52,20 @@ class FunctionError(Exception):
         self.function = function
 
 
-def _traced(name: str, function: Callable[..., Any], *operands: Any) -> tuple[Any, dict[str, Arrays]]:
-    """The shapes that a function returns, and under its name the traced arrays that it closes over."""
+def _traced(name: str, function: Callable[..., Any], *operands: Any) -> tuple[Arrays, Structure, dict[str, Arrays]]:
+    """The shapes that a function returns, their structure, and under its name the traced arrays that it closes over."""
+    structures = []
+
+    def run(*operands: Any) -> Arrays:
+        arrays, structure = pack(function(*operands))
+        structures.append(structure)
+        return arrays
+
     try:
-        jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
+        jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*operands)
     except Exception as error:
         raise FunctionError(name) from error
-    return shapes, {name: [array for array in jaxpr.consts if isinstance(array, Tracer)]}
+    return shapes, structures[0], {name: [array for array in jaxpr.consts if isinstance(array, Tracer)]}
 
 
 def refuse_derivatives(closed: dict[str, Arrays]) -> None:
@@ -101,15 +105,7 @@ def message_structure(
     """The structure of what the first layer gets."""
     if function is None:
         return inputs
-    structures = []
-
-    def run(param_arrays: Arrays, input_arrays: Arrays) -> Arrays:
-        arrays, structure = pack(function(params.unpack(param_arrays), inputs.unpack(input_arrays)))
-        structures.append(structure)
-        return arrays
-
-    _traced("first", run, *operands)
-    return structures[0]
+    return _traced("first", lambda *arrays: function(params.unpack(arrays[0]), inputs.unpack(arrays[1])), *operands)[1]
 
 
 def result_problems(
@@ -118,25 +114,21 @@ def result_problems(
     """The problems in the functions' results, for a layer, and a microbatch of inputs and targets; and the traced
     arrays that each function closes over."""
     inputs, targets = rows
-    message, closed = _traced("first", functions.first, first, inputs)
-    results = []
+    message, _, closed = _traced("first", functions.first, first, inputs)
 
-    def run(params: Arrays, x: Arrays) -> Arrays:
-        arguments = functions.layers.unpack(params), functions.message.unpack(x)
-        arrays, structure = pack(functions.layer_function(*arguments))
-        results.append(structure)
-        return arrays
+    def run(params: Arrays, x: Arrays) -> Any:
+        return functions.layer_function(functions.layers.unpack(params), functions.message.unpack(x))
 
-    out, of_layer = _traced("layer", run, layer, message)
+    out, structure, of_layer = _traced("layer", run, layer, message)
     closed |= of_layer
-    if shapes_text(out) != shapes_text(message) or results[0].treedef != functions.message.treedef:
-        gets, returns = (shapes_text(arrays) for arrays in (message, out))
-        trees = functions.message.treedef, results[0].treedef
+    gets, returns = shapes_text(message), shapes_text(out)
+    trees = functions.message.treedef, structure.treedef
+    if gets != returns or trees[0] != trees[1]:
         text = f"layer must return what it gets: it gets {gets} in {trees[0]}, and returns {returns} in {trees[1]}"
         return [text], closed
     if functions.last_function is None:
         return [], closed
-    loss, of_last = _traced("last", functions.last, last, message, targets)
+    (loss,), _, of_last = _traced("last", functions.last, last, message, targets)
     closed |= of_last
     if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
         return [f"last must return one float, the loss of a microbatch, got {shapes_text([loss])}"], closed
@@ -144,5 +136,4 @@ def result_problems(
 
 
 def shapes_text(arrays: Sequence[Any]) -> str:
-    """Dtypes and shapes, for people."""
     return ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)

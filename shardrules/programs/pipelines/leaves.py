@@ -24,10 +24,9 @@ class Structure:
     indices: tuple[int, ...]
     """The indices of leaves that are arrays."""
     key_types: tuple[Any, ...]
-    """For each array the implementation of its keys, or `None`."""
+    """The implementation of the keys in each array, or `None`."""
 
     def unpack(self, arrays: Sequence[Any]) -> Any:
-        """The tree with these arrays."""
         leaves = list(self.leaves)
         for index, array, key_type in zip(self.indices, arrays, self.key_types, strict=True):
             leaves[index] = array if key_type is None else jax.random.wrap_key_data(array, impl=key_type)
@@ -50,7 +49,6 @@ def is_float(array: Any) -> bool:
 
 
 def floats(arrays: Sequence[Any]) -> Arrays:
-    """The arrays that have derivatives."""
     return [array for array in arrays if is_float(array)]
 
 
@@ -85,17 +83,14 @@ def add(arrays: Sequence[Any], others: Sequence[Any]) -> Arrays:
 
 
 def put(arrays: Sequence[Any], rows: Sequence[Any], index: Any) -> Arrays:
-    """The arrays with rows replaced."""
     return [array.at[index].set(row.astype(array.dtype)) for array, row in zip(arrays, rows, strict=True)]
 
 
 def add_at(arrays: Sequence[Any], rows: Sequence[Any], index: Any) -> Arrays:
-    """The arrays with rows added to."""
     return [array.at[index].add(row.astype(array.dtype)) for array, row in zip(arrays, rows, strict=True)]
 
 
 def at(arrays: Sequence[Any], index: Any) -> Arrays:
-    """A row of each array."""
     return [jax.lax.dynamic_index_in_dim(array, index, keepdims=False) for array in arrays]
 
 

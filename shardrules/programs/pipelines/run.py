@@ -28,6 +28,7 @@ from shardrules.programs.pipelines.leaves import (
     with_floats,
     zeros,
 )
+from shardrules.programs.pipelines.schedule import PipelineSchedule
 from shardrules.programs.pipelines.simulate import Phase
 from shardrules.programs.pipelines.stage import Layers
 from shardrules.programs.pipelines.tables import BACKWARD, FORWARD, IDLE, Tables
@@ -49,8 +50,6 @@ class Operands(NamedTuple):
 
 @final
 class State(NamedTuple):
-    """The state that a stage carries from tick to tick."""
-
     outbox: Arrays
     messages: Arrays
     kept: Arrays | None
@@ -69,9 +68,7 @@ class Pipeline:
     """Common settings of all runs of a pipeline."""
 
     axis: str
-    stages: int
-    chunks: int
-    microbatches: int
+    schedule: PipelineSchedule
     layer: Callable[[Arrays, Arrays], Arrays]
     counts: tuple[tuple[int, ...], ...]
     """The number of layers of each chunk of each stage."""
@@ -79,16 +76,19 @@ class Pipeline:
     loss: Callable[[Arrays, Arrays, Arrays], Any] | None
     weight: float
     """The weight of a microbatch's loss in the gradients."""
-    in_step: bool
-    """A stage that waits computes as the others do, for nobody.
 
-    Compilers may write collectives into the inside of a stage that wait for all devices of the mesh.
-    """
+    @property
+    def in_step(self) -> bool:
+        """A stage that waits computes as the others do, for nobody.
+
+        Compilers may write collectives into the inside of a stage that wait for all devices of the mesh.
+        """
+        return self.schedule.in_step
 
     @property
     def per_chunk(self) -> int:
         """The most layers of a chunk."""
-        return max(max(counts) for counts in self.counts)
+        return max(map(max, self.counts))
 
 
 @final
@@ -134,18 +134,14 @@ class StageRun:
         shapes = self.layers.kept(message) if self.keeps or self._has_backward else []
         if kept is None and self.keeps:
             kept = zeros(shapes, (self.tables.kept_slots + self.pipeline.in_step) * self.layers.per_chunk)
-        if self._has_backward:
-            layers = self.layers.gradients()
-            first, last = zeros(floats(operands.first)), zeros(floats(operands.last))
-            inputs, targets = zeros(floats(operands.inputs)), zeros(floats(operands.targets))
-        else:
-            layers, first, last, inputs, targets = [], [], [], [], []
+        parts = operands[:5] if self._has_backward else [[]] * 5
+        gradients = [zeros(floats(arrays)) for arrays in parts]
         outputs: Arrays = []
         if pipeline.loss is None and not self._has_backward:
-            outputs = zeros(message, pipeline.microbatches + 1)
+            outputs = zeros(message, pipeline.schedule.microbatches + 1)
         messages = zeros(message, self.tables.message_slots + 1)
         loss = jnp.zeros((), self._loss_dtype(message))
-        return State(zeros(message), messages, kept, layers, first, last, inputs, targets, outputs, loss)
+        return State(zeros(message), messages, kept, *gradients, outputs=outputs, loss=loss)
 
     def _loss_dtype(self, message: Arrays) -> Any:
         loss, operands = self.pipeline.loss, self.operands
@@ -194,18 +190,14 @@ class StageRun:
         return state._replace(messages=messages)
 
     def _enter(self, params: Arrays, inputs: Arrays) -> Arrays:
-        """The input of the first layer for a microbatch."""
         return inputs if self.pipeline.first is None else self.pipeline.first(params, inputs)
 
     def _is_first(self, row: dict[str, Any]) -> Any:
         return (self.stage == 0) & (row["chunk"] == 0) & (row["kind"] != IDLE)
 
     def _is_last(self, row: dict[str, Any]) -> Any:
-        return (
-            (self.stage == self.pipeline.stages - 1)
-            & (row["chunk"] == self.pipeline.chunks - 1)
-            & (row["kind"] != IDLE)
-        )
+        schedule = self.pipeline.schedule
+        return (self.stage == schedule.stages - 1) & (row["chunk"] == schedule.chunks - 1) & (row["kind"] != IDLE)
 
     def _forward(self, row: dict[str, Any], state: State) -> State:
         operands, loss = self.operands, self.pipeline.loss
@@ -217,7 +209,7 @@ class StageRun:
         y, kept = self.layers.forward(x, row["chunk"], state.kept, row["kept"])
         state = state._replace(outbox=y, kept=kept)
         if loss is None:
-            index = jnp.where(self._is_last(row), row["microbatch"], self.pipeline.microbatches)
+            index = jnp.where(self._is_last(row), row["microbatch"], self.pipeline.schedule.microbatches)
             return state._replace(outputs=put(state.outputs, y, index)) if state.outputs else state
         if self._has_backward:
             return state._replace(messages=put(state.messages, y, row["turning"]))
@@ -271,7 +263,6 @@ class StageRun:
         )
 
     def _leave(self, cotangent: Arrays, row: dict[str, Any], state: State) -> State:
-        """Gradients of what comes before the first layer."""
         operands = self.operands
         function, arrays = of_floats(self._enter, operands.first, at(operands.inputs, row["microbatch"]))
         _, pull = jax.vjp(lambda params, inputs: floats(function(params, inputs)), *arrays)

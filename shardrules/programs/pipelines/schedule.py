@@ -146,7 +146,6 @@ class PipelineSchedule:
 
 
 def schedule_problems(name: object, stages: object, microbatches: object, chunks: object) -> list[str]:
-    """All that is wrong with the arguments of a schedule."""
     problems = []
     if name not in NAMES:
         problems.append(f"schedule must be one of {', '.join(map(repr, NAMES))}, got {name!r:.60}")

@@ -33,8 +33,6 @@ class Phase:
 @final
 @attrs.frozen
 class TimedPass:
-    """A pass, and when."""
-
     stage: int
     start: float
     end: float
@@ -64,7 +62,6 @@ def play(
     backward: float | Sequence[float],
     send: float,
 ) -> PipelineTimes:
-    """Plays phases after each other."""
     of_stage = [_by_stage(seconds, stages) for seconds in (forward, backward)]
     clocks = [0.0] * stages
     passes = []

@@ -1,7 +1,7 @@
 """The layers of a stage, forward and backward, one by one; what the backward pass needs goes into slots."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import attrs
 import jax
@@ -20,40 +20,26 @@ from shardrules.programs.pipelines.leaves import (
     once_if,
     only_if,
     put,
-    zeros,
 )
 
-
-@final
-@attrs.frozen(eq=False)
-class _Source:
-    """The source of an array that a derivative needs: a parameter, a kept array, or a constant."""
-
-    param: int | None = None
-    kept: int | None = None
-    constant: Any = None
-    key_type: Any = None
-
-    def read(self, params: Arrays, kept: Arrays) -> Any:
-        if self.param is not None:
-            return params[self.param]
-        if self.kept is None:
-            return self.constant
-        array = kept[self.kept]
-        return array if self.key_type is None else jax.random.wrap_key_data(array, impl=self.key_type)
+_Source: TypeAlias = Callable[[Arrays, Arrays], Any]
+"""From parameters and kept arrays to an array that a derivative needs."""
 
 
 def _source(leaf: Any, params: Arrays, kept: Arrays) -> _Source:
     """The source of a leaf; other leaves than parameters and constants are added to the kept arrays."""
     if not isinstance(leaf, Tracer):
-        return _Source(constant=leaf)
+        return lambda params, kept: leaf
     for index, param in enumerate(params):
         if param is leaf:
-            return _Source(param=index)
-    index = next((index for index, array in enumerate(kept) if array is leaf), len(kept))
-    if index == len(kept):
+            return lambda params, kept, index=index: params[index]
+    place = next((index for index, array in enumerate(kept) if array is leaf), len(kept))
+    if place == len(kept):
         kept.append(leaf)
-    return _Source(kept=index, key_type=jax.random.key_impl(leaf) if is_key(leaf.dtype) else None)
+    if is_key(leaf.dtype):
+        key_type = jax.random.key_impl(leaf)
+        return lambda params, kept: jax.random.wrap_key_data(kept[place], impl=key_type)
+    return lambda params, kept: kept[place]
 
 
 @final
@@ -140,9 +126,5 @@ class Layers:
         return y, [jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf for leaf in kept]
 
     def _backward(self, params: Arrays, kept: Arrays, cotangent: Arrays) -> tuple[Arrays, Arrays]:
-        leaves = [source.read(params, kept) for source in self._sources]
+        leaves = [source(params, kept) for source in self._sources]
         return jax.tree.unflatten(self._treedef, leaves)(cotangent)
-
-    def gradients(self) -> Arrays:
-        """Zeros for the gradients of all layers."""
-        return zeros(floats(self.params))

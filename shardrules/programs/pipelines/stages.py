@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 import attrs
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,6 @@ from jax.sharding import PartitionSpec
 from shardrules.core.jax_state import jit, shard_map
 from shardrules.programs.pipelines.leaves import Arrays, is_float
 from shardrules.programs.pipelines.run import Operands, Pipeline, StageRun, State
-from shardrules.programs.pipelines.schedule import PipelineSchedule
 from shardrules.programs.pipelines.simulate import Phase
 from shardrules.programs.pipelines.tables import tables
 
@@ -37,39 +37,31 @@ class StageResults(NamedTuple):
 @final
 @attrs.frozen(eq=False)
 class Stages:
-    """A pipeline on a mesh."""
-
     pipeline: Pipeline
-    schedule: PipelineSchedule
     mesh: Any
     batch: tuple[str, ...]
     """Mesh axes that the examples of each microbatch are split over."""
 
     def __call__(self, operands: Operands) -> Any:
-        """The loss, or the outputs of the last layer."""
-        leaves, treedef = jax.tree.flatten(operands)
-        with_derivative = [is_float(leaf) for leaf in leaves]
-
-        def merged(trained: Sequence[Any], rest: Sequence[Any]) -> Operands:
-            sources = {True: iter(trained), False: iter(rest)}
-            return jax.tree.unflatten(treedef, [next(sources[flag]) for flag in with_derivative])
+        trained, rest = eqx.partition(operands, is_float)
+        structure = jax.tree.structure(trained)
 
         @jax.custom_vjp
-        def run(trained: Sequence[Any], rest: Sequence[Any]) -> Any:
-            return self._value(merged(trained, rest))
+        def run(trained: Operands, rest: Operands) -> Any:
+            return self._value(eqx.combine(trained, rest))
 
-        def forward(trained: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, Any]:
-            value, saved = self._forward(merged(trained, rest))
+        def forward(trained: Operands, rest: Operands) -> tuple[Any, Any]:
+            value, saved = self._forward(eqx.combine(trained, rest))
             return value, (saved, rest)
 
-        def backward(saved: Any, cotangent: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+        def backward(saved: Any, cotangent: Any) -> tuple[Operands, Operands]:
             saved, rest = saved
             gradients = jax.tree.leaves(self._backward(saved, cotangent))
-            return gradients, [np.zeros(array.shape, jax.dtypes.float0) for array in rest]
+            zeros = jax.tree.map(lambda array: np.zeros(array.shape, jax.dtypes.float0), rest)
+            return jax.tree.unflatten(structure, gradients), zeros
 
         run.defvjp(forward, backward)
-        trained = [leaf for leaf, flag in zip(leaves, with_derivative, strict=True) if flag]
-        return run(trained, [leaf for leaf, flag in zip(leaves, with_derivative, strict=True) if not flag])
+        return run(trained, rest)
 
     @property
     def _turns_inside(self) -> bool:
@@ -77,15 +69,16 @@ class Stages:
         return self.pipeline.loss is not None
 
     def _value(self, operands: Operands) -> Any:
-        return self._run(self.schedule.forward_only(), operands).value
+        return self._run(self.pipeline.schedule.forward_only(), operands).value
 
     def _forward(self, operands: Operands) -> tuple[Any, Any]:
+        phases = self.pipeline.schedule.phases
         if self._turns_inside:
-            results = self._run(self.schedule.phases, operands, keeps=True, has_gradients=True)
+            results = self._run(phases, operands, keeps=True, has_gradients=True)
             return results.value, results.gradients
-        if len(self.schedule.phases) == 1:  # forward and backward in one phase: all of it is in the backward pass
+        if len(phases) == 1:  # forward and backward in one phase: all of it is in the backward pass
             return self._value(operands), (operands, None)
-        results = self._run(self.schedule.phases, operands, keeps=True, phase=0)
+        results = self._run(phases, operands, keeps=True, phase=0)
         return results.value, (operands, results.kept)
 
     def _backward(self, saved: Any, cotangent: Any) -> Operands:
@@ -97,7 +90,7 @@ class Stages:
         operands = operands._replace(cotangents=cotangents)
         phase = None if kept is None else 1
         results = self._run(
-            self.schedule.phases, operands, keeps=kept is None, has_gradients=True, phase=phase, kept=kept
+            self.pipeline.schedule.phases, operands, keeps=kept is None, has_gradients=True, phase=phase, kept=kept
         )
         assert results.gradients is not None
         return results.gradients
@@ -113,13 +106,13 @@ class Stages:
         kept: Arrays | None = None,
     ) -> StageResults:
         """Runs phases on the devices, or one of them."""
-        pipeline = self.pipeline
+        pipeline, schedule = self.pipeline, self.pipeline.schedule
         first_tick = sum(len(before.ticks) for before in phases[: phase or 0])
         make_run = functools.partial(
             StageRun,
             pipeline,
             phases if phase is None else phases[phase : phase + 1],
-            tables(phases, pipeline.stages, pipeline.chunks),
+            tables(phases, schedule.stages, schedule.chunks),
             first_tick,
             keeps,
         )
@@ -146,7 +139,7 @@ class Stages:
             check_vma=False,
         )
         # Over some axes of a mesh, JAX maps inside of jit only.
-        return jit(mapped)(jnp.arange(pipeline.stages, dtype=jnp.int32), operands, kept)
+        return jit(mapped)(jnp.arange(schedule.stages, dtype=jnp.int32), operands, kept)
 
     def _row_spec(self, axis: str | None) -> PartitionSpec:
         """The spec of arrays [microbatches, examples, ...]."""
@@ -155,7 +148,8 @@ class Stages:
     @property
     def _rows_spec(self) -> PartitionSpec:
         """The spec of rows that come out: microbatches are split over the stages where these divide them."""
-        return self._row_spec(None if self.pipeline.microbatches % self.pipeline.stages else self.pipeline.axis)
+        schedule = self.pipeline.schedule
+        return self._row_spec(None if schedule.microbatches % schedule.stages else self.pipeline.axis)
 
     def _specs(self, of_rows: PartitionSpec) -> Any:
         whole, rows = PartitionSpec(), self._row_spec(None)

@@ -23,7 +23,7 @@ _Span = tuple[int, int, int]
 @final
 @attrs.frozen(eq=False)
 class Tables:
-    """For each tick and stage: what it does, with which microbatch and chunk, and slots."""
+    """The work of each stage in each tick: its kind, microbatch and chunk, and slots."""
 
     kind: np.ndarray
     microbatch: np.ndarray

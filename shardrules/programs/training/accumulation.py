@@ -1,4 +1,4 @@
-"""What gradients of microbatches are added up in."""
+"""The dtype that gradients of microbatches add up in."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 
 def accumulation_dtype(dtype: Any, requested: Any = None) -> Any:
-    """Returns what arrays of a dtype are added up in: with fewer bits than float32, long sums would lose parts."""
+    """Returns the dtype for sums of arrays: with fewer bits than float32, long sums would lose parts."""
     if requested is not None:
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         return jnp.promote_types(requested, jnp.complex64) if is_complex else jnp.dtype(requested)

@@ -1,4 +1,4 @@
-"""Which dim of each array of a batch has the examples."""
+"""The dim of each array of a batch that has the examples."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -10,7 +10,7 @@ from shardrules.core.errors import ConfigError, ConfigTypeError, printable, shor
 from shardrules.core.tree import array_kind, leaf_paths
 
 ExampleDims: TypeAlias = tuple[int | None, ...]
-"""For each leaf of a batch the dim of its examples; `None` for what is the same for all examples."""
+"""The dim of the examples in each leaf of a batch; `None` for what is the same for all examples."""
 
 _OLD_KEYS = ((2,), (4,))
 """The shapes of keys of random numbers that `jax.random.PRNGKey` makes, as arrays of uint32."""
@@ -98,7 +98,6 @@ def guessed_dims(batch: Any, trace: Callable[[ExampleDims, int], Any]) -> Exampl
 
 
 def example_count(leaves: Sequence[Any], dims: ExampleDims) -> int:
-    """Returns the number of examples of a batch."""
     return next(leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None)
 
 

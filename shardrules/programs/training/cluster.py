@@ -41,22 +41,22 @@ good meshes are tried later, so that 16 is reached from 8."""
 @final
 @attrs.frozen(eq=False)
 class Cluster:
-    """Devices to train on: how many, what connects them, and the mesh that they form, if the user says so."""
+    """Devices to train on, the links between them, and the mesh that they form, if the user says so."""
 
     name: str
     count: int
     granule: int
-    """How many devices fast links connect."""
+    """The number of devices that fast links connect."""
     hardware: Hardware
     torus: Shape = ()
     """The sizes of a slice of TPUs."""
     target: Target | None = None
-    """What to compile for; `None` for devices that are here."""
+    """The target to compile for; `None` for devices that are here."""
     devices: tuple[Any, ...] = ()
     mesh: AnyMesh | None = None
     """The only mesh to try."""
     is_assumed: bool = False
-    """Whether it is unknown what the devices are, so that the sheet is a guess."""
+    """The devices are unknown, so that the sheet is a guess."""
 
     @classmethod
     def of(cls, cluster: Any, hardware: Hardware | str | None = None) -> "Cluster":
@@ -112,7 +112,7 @@ class Cluster:
         return tuple(other for other in near if other != shape and len(other) <= len(_NAMES) and self.allows(other))
 
     def allows(self, shape: Shape) -> bool:
-        """Whether no axis cuts a host or a slice."""
+        """No axis cuts a host or a slice."""
         inside = 1
         for size in reversed(shape):
             inside *= size
@@ -152,7 +152,6 @@ class Cluster:
             return None
 
     def compile_target(self) -> Target:
-        """Returns what to compile plans for."""
         if self.target is not None:
             return self.target
         name = next((name for name, sheet in sheets().items() if sheet.name == self.hardware.name), "")
@@ -181,7 +180,7 @@ def _doubled(target: Target) -> Target:
 
 
 def _granule(devices: Sequence[Any]) -> int:
-    """How many devices fast links connect, in a list of them."""
+    """The number of devices that fast links connect, in a list of them."""
     infos = [DeviceInfo.of(device) for device in devices]
     groups: dict[Any, int] = {}
     for info in infos:

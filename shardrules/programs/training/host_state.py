@@ -1,4 +1,4 @@
-"""The optimizer's state in the memory of the host: which arrays of it, and how a step updates them.
+"""The optimizer's state in the memory of the host: its arrays there, and their update in a step.
 
 Between steps they take no memory of devices. A step fetches them for the update and sends them back, a few at a time:
 compilers would otherwise fetch all of them at once, and keep all of them until the last is on the host again.
@@ -6,9 +6,9 @@ compilers would otherwise fetch all of them at once, and keep all of them until 
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Self, final
+from typing import Any
 
-import attrs
+import equinox as eqx
 import jax
 import jax.tree_util as jtu
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
@@ -20,8 +20,7 @@ from shardrules.programs.jaxprs.segments import segment_program
 from shardrules.programs.jaxprs.walk import reads
 
 LEAST_HOST_BYTES = 2**20
-"""Smaller arrays of a device are not sent to the host: each takes a copy of its own, both ways. With half as much, more
-small copies are made for little memory; with twice as much, some arrays of small models stay on the device."""
+"""Smaller arrays of a device are not sent to the host: each takes a copy of its own, both ways. Chosen by hand."""
 
 _DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
@@ -43,18 +42,16 @@ def host_state(state: Any, device_count: int, part: float = 1.0, most_bytes: flo
 
 
 def array_bytes(tree: Any) -> list[int]:
-    """Returns the bytes of each array of a tree."""
     kinds = filter(None, map(array_kind, jtu.tree_leaves(tree)))
     return [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
 
 
 def is_any_on_host(tree: Any) -> bool:
-    """Whether any array of a tree is in the memory of the host."""
     return any(map(_is_on_host, jtu.tree_leaves(tree)))
 
 
 def _is_on_host(leaf: Any) -> bool:
-    return array_kind(leaf) is not None and jax.typeof(leaf).memory_space == _HOST
+    return _is_array(leaf) and jax.typeof(leaf).memory_space == _HOST
 
 
 def update_by_parts(update: Callable[..., Any], gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
@@ -63,26 +60,22 @@ def update_by_parts(update: Callable[..., Any], gradients: Any, state: Any, para
     What belongs together, as the two moments of a parameter do, is fetched, updated and sent before the next is
     fetched. Parts follow each other as their gradients come. An update of which all depends on all is one part.
     """
-    leaves, treedef = jtu.tree_flatten((gradients, state, params))
-    is_array = [array_kind(leaf) is not None for leaf in leaves]
-    arrays = [leaf for leaf, flag in zip(leaves, is_array, strict=True) if flag]
+    arrays, rest = eqx.partition((gradients, state, params), _is_array)
     returned: list[Any] = []
 
-    def run(*values: Any) -> list[Any]:
-        rest = iter(values)
-        arguments = treedef.unflatten(
-            [next(rest) if flag else leaf for leaf, flag in zip(leaves, is_array, strict=True)]
-        )
-        returned.append(update(*arguments))
-        return [leaf for leaf in jtu.tree_leaves(returned[-1]) if array_kind(leaf) is not None]
+    def run(arrays: Any) -> Any:
+        returned.append(update(*eqx.combine(arrays, rest)))
+        return eqx.filter(returned[-1], _is_array)
 
-    traced = jax.make_jaxpr(run)(*map(_on_device_type, arrays))
+    traced, results = jax.make_jaxpr(run, return_shape=True)(jtu.tree_map(_on_device_type, arrays))
     # A branch takes and returns all of the state: without them, optimizers that may skip an update have parts.
     program = flattened(ClosedJaxpr(without_branches(traced.jaxpr, has_derivatives=False), traced.consts))
-    parted = _PartedUpdate.of(program, [*map(_is_on_host, arrays)])
-    values = iter(parted.run(arrays, _results_on_host(returned[-1], state)))
-    out_leaves, out_treedef = jtu.tree_flatten(returned[-1])
-    return out_treedef.unflatten([next(values) if array_kind(leaf) is not None else leaf for leaf in out_leaves])
+    values = _run_by_parts(program, jtu.tree_leaves(arrays), _results_on_host(returned[-1], state))
+    return eqx.combine(jtu.tree_structure(results).unflatten(values), eqx.filter(returned[-1], _is_array, inverse=True))
+
+
+def _is_array(leaf: Any) -> bool:
+    return array_kind(leaf) is not None
 
 
 def _on_device_type(array: Any) -> jax.ShapeDtypeStruct:
@@ -91,71 +84,59 @@ def _on_device_type(array: Any) -> jax.ShapeDtypeStruct:
 
 
 def _results_on_host(returned: tuple[Any, Any], state: Any) -> list[bool]:
-    """Whether each array that an update returns goes to the host: where the array is whose place it takes."""
+    """The arrays of an update that go to the host: those whose places' arrays are there."""
     updates, new_state = returned
     moved = jtu.tree_map(lambda new, old: _is_on_host(old), new_state, state)
     pairs = zip(jtu.tree_leaves(new_state), jtu.tree_leaves(moved), strict=True)
-    return [False] * len(array_bytes(updates)) + [flag for leaf, flag in pairs if array_kind(leaf) is not None]
+    return [False] * len(array_bytes(updates)) + [flag for leaf, flag in pairs if _is_array(leaf)]
 
 
-@final
-@attrs.frozen(eq=False)
-class _PartedUpdate:
-    """The program of an update, cut into parts that share no array from the host."""
+def _parts_of(jaxpr: Jaxpr, is_on_host: Sequence[bool]) -> tuple[Jaxpr, ...]:
+    """The part that needs no array from the host, then parts that share no such array."""
+    owners = _owners(jaxpr, [var for var, flag in zip(jaxpr.invars, is_on_host, strict=True) if flag])
+    groups: dict[Any, list[Any]] = {None: []}
+    readers: dict[Any, dict[Any, None]] = {var: {"caller": None} for var in jaxpr.outvars if type(var) is Var}
+    for equation in jaxpr.eqns:
+        operands = [*reads([equation])]
+        group = next((owners[var] for var in operands if var in owners), None)
+        groups.setdefault(group, []).append(equation)
+        for var in operands:
+            readers.setdefault(var, {})[group] = None
 
-    program: ClosedJaxpr
-    common: Jaxpr
-    """What no array from the host is needed for."""
-    parts: tuple[Jaxpr, ...]
-
-    @classmethod
-    def of(cls, program: ClosedJaxpr, is_on_host: Sequence[bool]) -> Self:
-        """Cuts a program, of which some inputs are on the host."""
-        jaxpr = program.jaxpr
-        owners = _owners(jaxpr, [var for var, flag in zip(jaxpr.invars, is_on_host, strict=True) if flag])
-        groups: dict[Any, list[Any]] = {None: []}
-        readers: dict[Any, dict[Any, None]] = {var: {"caller": None} for var in jaxpr.outvars if type(var) is Var}
-        for equation in jaxpr.eqns:
-            operands = [*reads([equation])]
-            group = next((owners[var] for var in operands if var in owners), None)
-            groups.setdefault(group, []).append(equation)
-            for var in operands:
-                readers.setdefault(var, {})[group] = None
-
-        def program_of(group: Any, equations: list[Any]) -> Jaxpr:
-            outputs = [var for equation in equations for var in equation.outvars]
-            return segment_program(
-                equations, [var for var in outputs if any(each != group for each in readers.get(var, ()))]
-            )
-
-        common, *parts = (program_of(group, equations) for group, equations in groups.items())
-        # Gradients come from the last layer to the first, and parameters are listed from the first to the last.
-        return cls(program, common, tuple(reversed(parts)))
-
-    def run(self, arrays: Sequence[Any], results_on_host: Sequence[bool]) -> list[Any]:
-        """Returns the results of the update, some of which go to the host."""
-        jaxpr = self.program.jaxpr
-        values: dict[Any, Any] = dict(zip(jaxpr.constvars, self.program.consts, strict=True))
-        values.update(zip(jaxpr.invars, arrays, strict=True))
-        sent = dict.fromkeys(
-            var for var, flag in zip(jaxpr.outvars, results_on_host, strict=True) if flag and type(var) is Var
+    def program_of(group: Any, equations: list[Any]) -> Jaxpr:
+        outputs = [var for equation in equations for var in equation.outvars]
+        return segment_program(
+            equations, [var for var in outputs if any(each != group for each in readers.get(var, ()))]
         )
-        _run(self.common, values)
-        before: list[Any] = []
-        for part in self.parts:
-            fetched = [var for var in part.invars if _is_on_host(values[var])]
-            if before:
-                # Only what comes from the host waits. Gradients that wait are kept, and nothing is fused with them.
-                waiting, _ = jax.lax.optimization_barrier(([values[var] for var in fetched], before))
-                values.update(zip(fetched, waiting, strict=True))
-            values.update((var, jax.device_put(values[var], _DEVICE)) for var in fetched)
-            _run(part, values)
-            values.update((var, _moved(values[var], _HOST)) for var in part.outvars if var in sent)
-            before = [values[var] for var in part.outvars if var in sent]
-        results = [var.val if isinstance(var, Literal) else values[var] for var in jaxpr.outvars]
-        return [
-            _moved(result, _HOST if flag else _DEVICE) for result, flag in zip(results, results_on_host, strict=True)
-        ]
+
+    common, *parts = (program_of(group, equations) for group, equations in groups.items())
+    # Gradients come from the last layer to the first, and parameters are listed from the first to the last.
+    return common, *reversed(parts)
+
+
+def _run_by_parts(program: ClosedJaxpr, arrays: Sequence[Any], results_on_host: Sequence[bool]) -> list[Any]:
+    """Returns the results of an update, some of which go to the host."""
+    jaxpr = program.jaxpr
+    common, *parts = _parts_of(jaxpr, [*map(_is_on_host, arrays)])
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    values.update(zip(jaxpr.invars, arrays, strict=True))
+    sent = dict.fromkeys(
+        var for var, flag in zip(jaxpr.outvars, results_on_host, strict=True) if flag and type(var) is Var
+    )
+    _run(common, values)
+    before: list[Any] = []
+    for part in parts:
+        fetched = [var for var in part.invars if _is_on_host(values[var])]
+        if before:
+            # Only what comes from the host waits. Gradients that wait are kept, and nothing is fused with them.
+            waiting, _ = jax.lax.optimization_barrier(([values[var] for var in fetched], before))
+            values.update(zip(fetched, waiting, strict=True))
+        values.update((var, jax.device_put(values[var], _DEVICE)) for var in fetched)
+        _run(part, values)
+        values.update((var, _moved(values[var], _HOST)) for var in part.outvars if var in sent)
+        before = [values[var] for var in part.outvars if var in sent]
+    results = [var.val if isinstance(var, Literal) else values[var] for var in jaxpr.outvars]
+    return [_moved(result, _HOST if flag else _DEVICE) for result, flag in zip(results, results_on_host, strict=True)]
 
 
 def _owners(jaxpr: Jaxpr, sources: Sequence[Any]) -> dict[Any, Any]:
@@ -179,7 +160,6 @@ def _owners(jaxpr: Jaxpr, sources: Sequence[Any]) -> dict[Any, Any]:
 
 
 def _run(program: Jaxpr, values: dict[Any, Any]) -> None:
-    """Adds what a part computes to the values of variables."""
     operands = [values[var] for var in program.invars]
     values.update(zip(program.outvars, jaxpr_as_fun(ClosedJaxpr(program, ()))(*operands), strict=True))
 

@@ -55,12 +55,11 @@ class TracedLoss:
     aux_leaves: _Leaves = attrs.field(repr=False)
     """Their leaves, with `None` for arrays."""
     aux_names: tuple[str, ...] = attrs.field(repr=False)
-    """What messages call their arrays."""
+    """The names of their arrays in messages."""
     split: "LossLeaves" = attrs.field(repr=False)
 
     @property
     def batched_count(self) -> int:
-        """How many arrays have a dim of examples, their first."""
         return len(self.jaxpr.in_avals) - self.trainable_count - self.fixed_count
 
     def with_batch_size(self, batch_size: int) -> "TracedLoss":
@@ -69,7 +68,6 @@ class TracedLoss:
 
     @functools.cached_property
     def gradient(self) -> ClosedJaxpr:
-        """The program of the gradients, in which nothing is computed twice."""
         program = jaxpr_as_fun(flattened(self.jaxpr, replace_checkpoints=True))
         gradient = jax.grad(lambda *arrays: program(*arrays)[0], tuple(range(self.trainable_count)))
         return jax.make_jaxpr(gradient)(*self.jaxpr.in_avals)
@@ -126,18 +124,15 @@ class LossLeaves:
 
     @property
     def is_batched(self) -> tuple[bool, ...]:
-        """For each leaf of the batch."""
         return tuple(dim is not None for dim in self.example_dims)
 
     @property
     def model_paths(self) -> tuple[str, ...]:
-        """For each leaf of the model where it is."""
         paths = leaf_paths(self.model_tree.unflatten(self.model_leaves))
         return tuple(f"model/{path}".rstrip("/") for path in paths)
 
     @property
     def named_example_dims(self) -> Any:
-        """The dims of the examples as users name them."""
         return self.batch_tree.unflatten(self.example_dims)
 
     @property
@@ -163,7 +158,6 @@ class LossLeaves:
         return LossArrays(trainable, fixed, _chosen(batch_leaves, self.is_batched, True))
 
     def trainable_tree(self, arrays: Sequence[Any]) -> Any:
-        """Returns arrays for the trainable leaves as `eqx.filter` does: a model with `None` for everything else."""
         remaining = iter(arrays)
         return self.model_tree.unflatten([next(remaining) if trains else None for trains in self.is_trainable])
 
@@ -198,7 +192,6 @@ class LossLeaves:
         return value, aux, writes
 
     def resized(self, batch_size: int) -> Any:
-        """Returns the shapes of a batch with another number of examples."""
 
         def leaf_of(leaf: Any, dim: int | None) -> Any:
             if dim is None:
@@ -209,7 +202,6 @@ class LossLeaves:
         return self.batch_tree.unflatten(map(leaf_of, self.batch_leaves, self.example_dims))
 
     def trace(self, batch_size: int) -> TracedLoss:
-        """Traces the loss with this many examples."""
         name, outputs = name_of(self.loss), []
         arrays = self.arrays(self.model_tree.unflatten(self.model_leaves), self.resized(batch_size))
         trainable, fixed, batched = (tuple(map(struct, part)) for part in attrs.astuple(arrays, recurse=False))
@@ -248,9 +240,8 @@ def trace_loss(
     has_aux: bool = False,
     trainable: Any = eqx.is_inexact_array,
     example_dims: Any = None,
-    batch_size: int | None = None,
 ) -> TracedLoss:
-    """Traces `loss(model, batch)`; nothing is run. `batch_size` is the number of examples, if not that of `batch`.
+    """Traces `loss(model, batch)`; nothing is run.
 
     `example_dims` says which dim of the arrays of `batch` has the examples, as `in_axes` of `jax.vmap`; by default that
     is guessed.
@@ -280,7 +271,7 @@ def trace_loss(
     if leaves.batch_size == 0:
         arrays = ", ".join(leaves.example_arrays[0])
         raise ConfigError(f"{name_of(loss)}: the batch has no examples: the size of {arrays} is 0. Pass one or more")
-    return leaves.trace(leaves.batch_size if batch_size is None else batch_size)
+    return leaves.trace(leaves.batch_size)
 
 
 def _refuse_shared(model: Any) -> None:
@@ -312,7 +303,7 @@ def _moved(leaf: Any, dim: int | None, destination: int | None) -> Any:
 
 
 def _trainable_leaves(leaves: Sequence[Any], treedef: Any, trainable: Any) -> tuple[bool, ...]:
-    """Which leaves a filter of Equinox chooses: a function of a leaf, or a tree of booleans or of such functions."""
+    """The leaves that a filter of Equinox chooses: a function of a leaf, or a tree of booleans or of such functions."""
     flags: list[bool] = []
     arrays = [leaf for leaf in leaves if array_kind(leaf) is not None]
 

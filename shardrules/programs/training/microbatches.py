@@ -106,9 +106,9 @@ class SplitLoss:
     trace: TracedLoss
     microbatches: int
     runs: int
-    """How many runs of examples a microbatch has: one for each group, or single examples."""
+    """The runs of examples that a microbatch has: one for each group, or single examples."""
     by_group: bool
-    """Whether each group has a part of its own in each microbatch."""
+    """Each group has a part of its own in each microbatch."""
     group_axes: tuple[str, ...] | None
     """The axes that the user's constraints split the examples over, if these split the groups."""
     before: ClosedJaxpr
@@ -118,16 +118,47 @@ class SplitLoss:
     and microbatch, to its sums, and to the arrays of aux that have examples."""
     tail: Tail
     aux_dims: tuple[int | None, ...]
-    """For each array of aux the dim of its examples; `None` where it is a result of the tail."""
+    """The dim of the examples in each array of aux; `None` where it is a result of the tail."""
 
     @classmethod
     def of(cls, trace: TracedLoss, microbatches: int, groups: int = 1) -> "SplitLoss":
-        """Proves that a loss is a sum over its examples and splits it up."""
-        return _split(trace, microbatches, groups)
+        """Proves that a loss is a sum over its examples, cuts it at its sums, and replays it for a part of them."""
+        if trace.batch_size % (microbatches * groups):
+            text = f"{microbatches} microbatches" + (f" with {groups} groups each" if groups > 1 else "")
+            raise MicrobatchError(f"{trace.name}: a batch of {trace.batch_size} examples does not divide into {text}")
+        program, by_group = flattened(trace.jaxpr), groups > 1
+        size = trace.batch_size // (microbatches * groups)
+        runs, (counts, pair, calls), body = _proved(trace, program, size, microbatches, groups)
+        outputs, aux = pair.whole.outvars[:1], pair.whole.outvars[1:]
+        dims = tuple(_stacked_dim(body, var) for var in aux)
+        sums = _sums(body)
+        stacked = [var for var, dim in zip(aux, dims, strict=True) if dim is not None]
+        outputs += [var for var, dim in zip(aux, dims, strict=True) if dim is None]
+        tail = Tail.of(cut(program, sums, outputs), len(pair.whole.invars), trace.trainable_count)
+        _check_linear(trace, tail)
+        # What trains nothing and comes from the batch is computed before, where a part needs it of the whole batch.
+        candidates: set[Demand] = {
+            (var, "whole")
+            for var, fact in body.facts.items()
+            if fact.is_whole and fact.from_batch and not fact.is_trained
+        }
+        parts: list[tuple[Any, Variant]] = [(var, "part") for var in (*sums, *stacked)]
+        needed = [var for var, variant in demands_of(body, parts, candidates).inputs if (var, variant) in candidates]
+        group_axes: dict[tuple[str, ...], bool] = {}
+
+        def run(group: Any, microbatch: Any, values: dict[Demand, Any]) -> list[Any]:
+            position = Position(group if by_group else None, microbatch, runs, microbatches)
+            return Replay(counts, position, calls, group_axes=group_axes).run(body, values, parts)
+
+        shared_count = trace.trainable_count + trace.fixed_count
+        shared, batched = pair.whole.invars[:shared_count], pair.whole.invars[shared_count:]
+        forward = _forward_program(run, [*shared, *needed], batched, size)
+        # Constraints that split examples over different axes leave the groups to the compiler.
+        axes = next(iter(group_axes)) if list(group_axes.values()) == [True] else None
+        return cls(trace, microbatches, runs, by_group, axes, cut(program, (), needed), forward, tail, dims)
 
     @property
     def sum_count(self) -> int:
-        """How many sums over the examples there are."""
         return len(self.tail.is_trained)
 
     @functools.cached_property
@@ -137,7 +168,7 @@ class SplitLoss:
 
     @property
     def is_batched(self) -> tuple[bool, ...]:
-        """For each input of `forward` whether it is one of a microbatch."""
+        """The inputs of `forward` that are a microbatch's."""
         batched = self.trace.batched_count
         shared = len(self.forward.in_avals) - batched - 2
         return (*[False] * shared, *[True] * batched, False, True)
@@ -163,25 +194,18 @@ class SplitLoss:
                 values = forward(*trainable, *fixed, *before, *examples, group, microbatch)
                 sums, aux = values[: self.sum_count], values[self.sum_count :]
                 trained = [value for value, flag in zip(sums, self.tail.is_trained, strict=True) if flag]
-                loss = sum(
-                    (jnp.sum(weight * value) for weight, value in zip(weights, trained, strict=True)),
-                    start=jnp.zeros(()),
-                )
-                return loss, (sums, aux)
+                terms = (jnp.sum(weight * value) for weight, value in zip(weights, trained, strict=True))
+                return sum(terms, start=jnp.zeros(())), (sums, aux)
 
             if stages == 1:
                 gradients, sums, aux = self.accumulate(part, trainable, batched, dtype)
             else:
                 gradients, sums, aux = self.at_once(part, trainable, batched)
             value, *results = self.tail(arguments, sums)
-            regularizer = self.tail.regularizer_gradients(arguments, sums)
+            extra = self.tail.regularizer_gradients(arguments, sums)
             gradients = [
-                gradient.astype(array.dtype)
-                if extra is None
-                else (gradient + extra.astype(gradient.dtype)).astype(array.dtype)
-                for gradient, array, extra in zip(
-                    gradients, trainable, regularizer or [None] * len(gradients), strict=True
-                )
+                (total if extra is None else total + extra[index].astype(total.dtype)).astype(array.dtype)
+                for index, (total, array) in enumerate(zip(gradients, trainable, strict=True))
             ]
             stacked, single = iter(aux), iter(results)
             return value, [next(single) if dim is None else next(stacked) for dim in self.aux_dims], gradients
@@ -223,7 +247,6 @@ class SplitLoss:
         return *self.over_groups(gradients, group_dims, sums), self.wholes(aux)
 
     def parts(self, batched: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
-        """Returns the indices of groups and of microbatches, and the batched arrays by microbatch."""
         group = jnp.arange(self.runs, dtype=jnp.int32) if self.by_group else jnp.int32(0)
         return group, jnp.arange(self.microbatches, dtype=jnp.int32), [self.pieces(array) for array in batched]
 
@@ -241,7 +264,6 @@ class SplitLoss:
         return totals, [jnp.sum(total, 0, dtype=total.dtype) for total in sums]
 
     def wholes(self, aux: Sequence[Any]) -> list[Any]:
-        """Returns arrays of aux that have examples, of the whole batch."""
         dims = [dim for dim in self.aux_dims if dim is not None]
         return [self.whole(array, dim) for array, dim in zip(aux, dims, strict=True)]
 
@@ -289,28 +311,28 @@ class SplitLoss:
         return runs.reshape(*runs.shape[:dim], -1, *runs.shape[dim + 3 :])
 
 
-def _split(trace: TracedLoss, microbatches: int, groups: int) -> SplitLoss:
-    if trace.batch_size % (microbatches * groups):
-        parts = f"{microbatches} microbatches" + (f" with {groups} groups each" if groups > 1 else "")
-        raise MicrobatchError(f"{trace.name}: a batch of {trace.batch_size} examples does not divide into {parts}")
-    size, by_group = trace.batch_size // (microbatches * groups), groups > 1
-    runs = groups if by_group else size
-    program = flattened(trace.jaxpr)
+_Paired: TypeAlias = tuple[Counts, Pair, dict[int, Any]]
+"""The programs of the whole batch and of a part, and the part's calls as `Replay` takes them."""
+
+
+def _proved(
+    trace: TracedLoss, program: ClosedJaxpr, size: int, microbatches: int, groups: int
+) -> tuple[int, _Paired, BodyFacts]:
+    """The number of runs of examples of a microbatch, the programs of the whole and of a part, and their facts."""
+    runs = groups if groups > 1 else size
     while True:
-        counts, pair, calls = _paired(trace, program, size, 1 if by_group else runs)
-        body = read_examples(pair, _input_facts(trace), counts)
+        paired = _paired(trace, program, size, 1 if groups > 1 else runs)
+        body = read_examples(paired[1], _input_facts(trace), paired[0])
         pieces = [fact.pieces for fact in body.outputs if fact.form == "refused"]
         # Losses of pairs of examples, say, need runs of two and more.
         longer = math.gcd(runs, *(count // microbatches for count in pieces))
-        if by_group or not pieces or not all(pieces) or longer == runs:
-            break
+        if groups > 1 or not pieces or not all(pieces) or longer == runs:
+            _check(trace, body)
+            return runs, paired, body
         runs = longer
-    _check(trace, body)
-    arguments = pair.whole.invars
-    sums = _sums(body)
-    stacked = [var for var in pair.whole.outvars[1:] if _stacked_dim(body, var) is not None]
-    tail_outputs = [pair.whole.outvars[0], *(var for var in pair.whole.outvars[1:] if _stacked_dim(body, var) is None)]
-    tail = Tail.of(cut(program, sums, tail_outputs), len(arguments), trace.trainable_count)
+
+
+def _check_linear(trace: TracedLoss, tail: Tail) -> None:
     step = tail.nonlinear_step() if any(tail.is_trained) else ""
     if step:
         raise MicrobatchError(
@@ -318,24 +340,6 @@ def _split(trace: TracedLoss, microbatches: int, groups: int) -> SplitLoss:
             "would be another value. Keep the batch whole (one microbatch), or sum the losses of the examples last; "
             "losses that balance the load of experts can do so within examples"
         )
-    # What trains nothing and comes from the batch is computed before, where a part needs it of the whole batch.
-    candidates: set[Demand] = {
-        (var, "whole") for var, fact in body.facts.items() if fact.is_whole and fact.from_batch and not fact.is_trained
-    }
-    outputs: list[tuple[Any, Variant]] = [(var, "part") for var in (*sums, *stacked)]
-    needed = [var for var, variant in demands_of(body, outputs, candidates).inputs if (var, variant) in candidates]
-    group_axes: dict[tuple[str, ...], bool] = {}
-
-    def run(group: Any, microbatch: Any, values: dict[Demand, Any]) -> list[Any]:
-        position = Position(group if by_group else None, microbatch, runs, microbatches)
-        return Replay(counts, position, calls, group_axes=group_axes).run(body, values, outputs)
-
-    shared_count = trace.trainable_count + trace.fixed_count
-    forward = _forward_program(run, [*arguments[:shared_count], *needed], arguments[shared_count:], size)
-    dims = tuple(_stacked_dim(body, var) for var in pair.whole.outvars[1:])
-    # Constraints that split examples over different axes leave the groups to the compiler.
-    axes = next(iter(group_axes)) if list(group_axes.values()) == [True] else None
-    return SplitLoss(trace, microbatches, runs, by_group, axes, cut(program, (), needed), forward, tail, dims)
 
 
 def _forward_program(
@@ -353,10 +357,10 @@ def _forward_program(
     for position, shape in enumerate(shapes[len(shared) :], len(shared)):
         shapes[position] = jax.ShapeDtypeStruct((size, *shape.shape[1:]), shape.dtype, weak_type=shape.weak_type)
     traced = jax.make_jaxpr(forward)(*shapes, index, index)
-    return ClosedJaxpr(without_dead_code(traced), traced.consts)
+    return without_dead_code(traced)
 
 
-def _paired(trace: TracedLoss, program: ClosedJaxpr, size: int, runs: int) -> tuple[Counts, Pair, dict[int, Any]]:
+def _paired(trace: TracedLoss, program: ClosedJaxpr, size: int, runs: int) -> _Paired:
     """Traces the loss for a part, and pairs it with that of the whole batch."""
     part = _traced(trace, size)
     if size == 1:

@@ -190,12 +190,10 @@ def _check_dtype(dtype: Any) -> None:
 
 
 def _shapes(tree: Any, shape_of: Callable[[Any], jax.ShapeDtypeStruct]) -> Any:
-    """Returns a tree with shapes instead of arrays."""
     return jax.tree.map(lambda leaf: leaf if array_kind(leaf) is None else shape_of(leaf), tree)
 
 
 def _check_outcomes(search: TrainingSearch, name: str) -> None:
-    """Raises an error if nothing was planned."""
     if search.smallest is not None:
         return
     refusals = [outcome for outcome in (*search.free.values(), *search.outcomes.values()) if outcome.refusal]

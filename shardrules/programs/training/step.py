@@ -26,23 +26,23 @@ from shardrules.programs.training.stages.run import tick_count
 @final
 @attrs.frozen
 class Recipe:
-    """How the gradient of a step is computed: what is decided besides the mesh and the layouts."""
+    """The way to compute the gradient of a step: what is decided besides the mesh and the layouts."""
 
     microbatches: int = 1
-    """How many parts of the batch follow each other."""
+    """The number of parts of the batch that follow each other."""
     groups: int = 1
-    """Into how many parts, side by side, the batch is cut whose gradients are added up apart until the end of the step:
-    with as many as there are devices that split the batch, gradients are reduced once."""
+    """The number of parts of the batch, side by side, whose gradients add up apart until the end of the step: with as
+    many as there are devices that split the batch, gradients are reduced once."""
     keep: Keep = Keep()
-    """What the backward pass keeps of each microbatch."""
+    """The arrays that the backward pass keeps of each microbatch."""
     accumulate_dtype: Any = None
-    """What gradients of microbatches are added up in; by default at least float32."""
+    """The dtype that gradients of microbatches add up in; by default at least float32."""
     host_state: tuple[int, ...] = attrs.field(default=(), converter=tuple)
-    """Which arrays of the optimizer's state are in the memory of the host, by index, between steps."""
+    """The arrays of the optimizer's state that are in the memory of the host between steps, by index."""
     stages: int = 1
-    """How many groups of layers compute side by side, each with another microbatch."""
+    """The number of groups of layers that compute side by side, each with another microbatch."""
     chunks: int = 1
-    """How many chunks of layers a stage has; microbatches go through all stages as often."""
+    """The number of chunks of layers of a stage; microbatches go through all stages as often."""
 
     def __str__(self) -> str:
         chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
@@ -54,12 +54,11 @@ class Recipe:
         return ", ".join([*parts, "optimizer state on the host"] if self.host_state else parts)
 
     def accumulated_dtypes(self, trace: TracedLoss) -> tuple[str, ...]:
-        """What gradients of microbatches are added up in, each dtype once."""
+        """The dtypes that gradients of microbatches add up in, each once."""
         dtypes = [aval.dtype for aval in trace.jaxpr.in_avals[: trace.trainable_count]]
         return tuple(dict.fromkeys(str(accumulation_dtype(dtype, self.accumulate_dtype)) for dtype in dtypes))
 
     def gradients(self, trace: TracedLoss) -> GradientFunction:
-        """Returns a function that computes the loss, aux and the gradients."""
         transform = functools.partial(with_kept, keep=self.keep)
         return accumulated(
             trace, self.microbatches, self.groups, self.accumulate_dtype, transform, self.stages, self.chunks
@@ -67,7 +66,7 @@ class Recipe:
 
     @property
     def rounds(self) -> int:
-        """In how many rounds all microbatches have gone through the stages; 1 without stages."""
+        """The rounds in which all microbatches go through the stages; 1 without stages."""
         return tick_count(self.stages, self.microbatches, self.chunks) if self.stages > 1 else 1
 
 
@@ -97,13 +96,12 @@ class TrainingStep:
     trainable: Any = eqx.is_inexact_array
     recipe: Recipe = Recipe()
     example_dims: Any = None
-    """Which dim of the batch's arrays has the examples, as `in_axes` of `jax.vmap`; guessed by default."""
+    """The dim of the batch's arrays that has the examples, as `in_axes` of `jax.vmap`; guessed by default."""
     planned_batch: Any = attrs.field(default=None, repr=False)
     """The batch that was planned, as shapes; `None` before a plan."""
     __name__: str = "step"
 
     def __call__(self, model: Any, state: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
-        """Runs the step."""
         self._check_batch(batch)
         trace = self.trace(model, batch)
         arrays = trace.split.arrays(model, batch)
@@ -129,7 +127,6 @@ class TrainingStep:
         )
 
     def init_state(self, model: Any) -> Any:
-        """Returns the optimizer's state of a model."""
         return self.optimizer.init(eqx.filter(model, trainable_filter(model, self.trainable)))
 
     def check_optimizer(self, model: Any, state: Any) -> None:
@@ -176,7 +173,7 @@ class TrainingStep:
             ) from error
 
     def _extra(self, loss: jax.Array) -> dict[str, Any]:
-        """What some optimizers, such as `optax.contrib.reduce_on_plateau`, need besides gradients."""
+        """The loss, for optimizers that need it besides gradients, such as `optax.contrib.reduce_on_plateau`."""
         accepted = inspect.signature(self.optimizer.update).parameters.values()
         takes_loss = any(parameter.kind is parameter.VAR_KEYWORD or parameter.name == "value" for parameter in accepted)
         return {"value": loss} if takes_loss else {}
@@ -251,7 +248,6 @@ def _takes_array(choice: Any) -> bool:
 
 
 def states_of(tree: Any) -> list[Any]:
-    """Returns every `eqx.nn.State` of a tree."""
     return [node for node in jtu.tree_leaves(tree, is_leaf=_is_state) if _is_state(node)]
 
 
@@ -285,7 +281,6 @@ def _with_new_state(model: Any, aux: Any) -> Any:
 
 
 def _can_replace(new: Any, array: Any) -> bool:
-    """Whether the entry of a state may be in the place of another in the next step."""
     kind, other_kind = array_kind(new), array_kind(array)
     if kind is None or other_kind is None:
         return kind is other_kind

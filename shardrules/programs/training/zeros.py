@@ -1,4 +1,4 @@
-"""Which results of a program are zeros, whatever its arguments are: gradients by what a loss does not depend on."""
+"""Results of a program that are zeros, whatever its arguments are: gradients by what a loss does not depend on."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +38,6 @@ def zero_results(program: ClosedJaxpr | Jaxpr, zero_inputs: Sequence[bool] = ())
 
 
 def _zeros_of(equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
-    """Which results of an equation are zeros."""
     name, none = equation.primitive.name, [False] * len(equation.outvars)
     if not any(operands):
         return none
@@ -52,12 +51,12 @@ def _zeros_of(equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
         return zero_results(call.jaxpr, [operands[index] for index in call.operands])
     if name == "div":
         return [operands[0]]
-    is_zero = any(operands[:2]) if name in _PRODUCTS else name in (*LINEAR, *ADDING) and all(operands)
+    is_zero = any(operands[:2]) if name in _PRODUCTS else (name in LINEAR or name in ADDING) and all(operands)
     return [is_zero] * len(equation.outvars)
 
 
 def _zeros_of_loop(equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
-    """Which results of a scan are zeros: what goes round is, if it starts so and each round leaves it so."""
+    # What goes round is zeros if it starts so and each round leaves it so.
     loop = scan_of(equation)
     carry = list(operands[loop.carry])
     while True:

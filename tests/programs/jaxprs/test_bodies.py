@@ -1,4 +1,4 @@
-"""What calls, loops and branches run, with which operands, and how often."""
+"""Programs that calls, loops and branches run, their operands, and the number of runs."""
 
 from collections.abc import Callable
 from typing import Any

@@ -53,12 +53,9 @@ def test_compilers_may_communicate_inside_of_uneven_stages(schedule: Any) -> Non
     """Rows that are shifted go to other devices of a stage, by a collective that waits for the whole mesh."""
 
     def layer(params: Any, x: Any) -> Any:
-        x = (
-            jax.lax.with_sharding_constraint(jnp.tanh(x @ params), P("rows", "columns"))
-            if is_split
-            else jnp.tanh(x @ params)
-        )
-        x = jax.lax.with_sharding_constraint(x, P("columns", "rows")) if is_split else x
+        x = jnp.tanh(x @ params)
+        for spec in (P("rows", "columns"), P("columns", "rows")) if is_split else ():
+            x = jax.lax.with_sharding_constraint(x, spec)
         return jnp.roll(x, 1, axis=0) + x
 
     def squares(head: Any, y: Any, targets: Any) -> Any:

@@ -96,9 +96,6 @@ def test_pictures_show_every_pass() -> None:
     svg = schedule.picture().to_svg()
     assert svg.count("<rect") == 12
     assert "stage 1: backward, microbatch 2, chunk 0" in svg
-
-
-def test_pictures_have_room_for_their_words() -> None:
     drawn = PipelineSchedule("1f1b", stages=4, microbatches=8, chunks=2).picture()
     words = [mark for mark in drawn.marks if isinstance(mark, Words)]
     assert all(mark.x + label_width(mark.text) <= drawn.width for mark in words)

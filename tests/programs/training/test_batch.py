@@ -1,4 +1,4 @@
-"""Which dim of a batch's arrays has the examples."""
+"""The dim of a batch's arrays that has the examples."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 from shardrules.core.errors import ConfigError, ConfigTypeError
 from shardrules.programs.training.loss import TracedLoss, trace_loss
 from shardrules.programs.training.microbatches import accumulated
+from tests.programs.training.checks import assert_close, operands
 
 WORDS = jax.ShapeDtypeStruct((9, 4), jnp.float32)
 
@@ -53,34 +54,24 @@ def test_arrays_without_the_examples_stay_whole(other: dict[str, Any]) -> None:
 def test_arrays_that_share_the_first_dim_are_split() -> None:
     assert traced(mask=array(8, 1, 6, 6)).split.example_arrays == (("batch/mask[0]", "batch/tokens[0]"), ())
     assert traced(table=array(8), mask=array(1, 6)).split.example_arrays[1] == ("batch/mask",)
-
-
-def test_old_keys_of_two_examples_are_keys() -> None:
-    batch = {"tokens": array(2, 6, dtype=jnp.int32), "key": jax.random.PRNGKey(0)}
-    assert trace_loss(embedded, WORDS, batch).split.example_arrays[1] == ("batch/key",)
+    # An old key has two numbers, and is none of two examples.
+    old_key = traced(tokens=array(2, 6, dtype=jnp.int32), key=jax.random.PRNGKey(0))
+    assert old_key.split.example_arrays[1] == ("batch/key",)
+    one_example = traced(tokens=array(1, 6, dtype=jnp.int32), rope=array(6, 4))
+    assert one_example.split.example_arrays == (("batch/tokens[0]",), ("batch/rope",))
 
 
 def test_ambiguous_batches_are_refused_with_each_choice() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)other sizes of several of them.*5 examples: table.*8 examples: tokens"):
-        traced(table=array(5))
-    with pytest.raises(ConfigError, match=r"pass example_dims={'table': None, 'tokens': 0}"):
-        traced(table=array(5))
+    for size in (0, 5):
+        several = rf"(?s)other sizes of several of them.*{size} examples: table.*8 examples: tokens"
+        with pytest.raises(ConfigError, match=rf"{several}.*pass example_dims={{'table': None, 'tokens': 0}}"):
+            traced(table=array(size))
 
     def of_one_size(words: Any, batch: Any) -> Any:
         return jnp.mean(words[batch["tokens"].reshape(8, 6)]) + jnp.sum(batch["table"] * jnp.ones(5))
 
     with pytest.raises(ConfigError, match="other sizes of none of them"):
         trace_loss(of_one_size, WORDS, {"tokens": array(8, 6, dtype=jnp.int32), "table": array(5)})
-
-
-def test_one_example_beside_a_table_is_the_batch() -> None:
-    batch = {"tokens": array(1, 6, dtype=jnp.int32), "rope": array(6, 4)}
-    assert trace_loss(embedded, WORDS, batch).split.example_arrays == (("batch/tokens[0]",), ("batch/rope",))
-
-
-def test_empty_arrays_do_not_hide_the_choice() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)other sizes of several.*0 examples: table.*8 examples: tokens"):
-        traced(table=array(0))
 
 
 def test_errors_of_the_loss_are_not_about_sizes() -> None:
@@ -109,12 +100,10 @@ def test_examples_may_be_along_another_dim() -> None:
     weights = jnp.asarray(rng.normal(size=(4, 4)), jnp.float32)
     trace = trace_loss(recurrent, weights, batch, example_dims={"x": -2, "weight": 0, "bias": None})
     assert trace.batch_size == 8
-    arrays = trace.split.arrays(weights, batch)
     expected = jax.value_and_grad(recurrent)(weights, batch)
     for parts in ((1, 1), (2, 2)):
-        value, _, (gradient,) = accumulated(trace, *parts)(arrays.trainable, arrays.fixed, arrays.batched)
-        np.testing.assert_allclose(value, expected[0], rtol=1e-5)
-        np.testing.assert_allclose(gradient, expected[1], rtol=1e-4, atol=1e-6)
+        value, _, (gradient,) = accumulated(trace, *parts)(*operands(trace, weights, batch))
+        assert_close((value, gradient), expected, 1e-4)
     assert trace.split.resized(16)["x"].shape == (6, 16, 4)
 
 

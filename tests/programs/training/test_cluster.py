@@ -29,13 +29,10 @@ def test_meshes_are_whole_and_cut_no_host(name: str) -> None:
     assert len(shapes) > len(cluster.shapes()) >= 3
 
 
-def test_first_meshes_are_few_and_hosts_have_an_axis() -> None:
+def test_first_meshes_are_few_and_hosts_stay_whole() -> None:
     shapes = Cluster.of("cuda:h100:1024").shapes()
     assert shapes == ((1024,), (512, 2), (256, 4), (128, 8), (8, 128))
     assert Cluster.of("cuda:h200:4").shapes() == ((4,), (2, 2))
-
-
-def test_an_uneven_host_count_keeps_hosts_whole() -> None:
     assert not Cluster.of("cuda:h100:24").allows((8, 3))
     assert Cluster.of("cuda:h100:24").allows((3, 8))
 
@@ -56,16 +53,18 @@ def test_devices_make_meshes_of_devices() -> None:
     assert cluster.public_mesh(mesh) is mesh
 
 
-def test_twice_a_cluster_has_the_same_devices() -> None:
-    doubled = Cluster.of("cuda:h100:8").doubled()
+@pytest.mark.parametrize(
+    ("name", "twice", "granule"),
+    [
+        ("cuda:h100:8", "cuda:h100:16", 8),
+        ("tpu:v5p:2x2x1", "tpu:v5p:2x2x2", 8),
+        ("tpu:v5e:16x16", "tpu:v5e:16x16:2", 256),
+    ],
+)
+def test_twice_a_cluster_has_the_same_devices(name: str, twice: str, granule: int) -> None:
+    doubled = Cluster.of(name).doubled()
     assert doubled is not None
-    assert (doubled.name, doubled.granule) == ("cuda:h100:16", 8)
-    cube = Cluster.of("tpu:v5p:2x2x1").doubled()
-    assert cube is not None
-    assert cube.name == "tpu:v5p:2x2x2"
-    pods = Cluster.of("tpu:v5e:16x16").doubled()
-    assert pods is not None
-    assert (pods.name, pods.granule) == ("tpu:v5e:16x16:2", 256)
+    assert (doubled.name, doubled.granule) == (twice, granule)
 
 
 @pytest.mark.parametrize("name", ["cuda:h100:5", "cuda:h100:6", "cuda:h100:7", "tpu:v5e:1x1", "tpu:v5p:1x1x1"])

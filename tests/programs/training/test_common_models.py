@@ -93,7 +93,7 @@ def adapter(model: Any) -> Any:
 @final
 @attrs.frozen
 class Case:
-    """What is trained, and how."""
+    """A model, and the way to train it."""
 
     loss: Callable[[Any, Any], Any] = squares
     make: Callable[[], Any] = Net

@@ -68,21 +68,12 @@ def test_aux_comes_back_with_what_is_no_array() -> None:
         (lambda w, x: (jnp.sum(x @ w), 1), {}, "pass has_aux=True"),
         (lambda w, x: jnp.sum(x @ w), {"has_aux": True}, "must return a pair"),
         (lambda w, x: jnp.sum(x @ w), {"trainable": lambda leaf: False}, "chooses no array"),
+        (lambda w, x: jnp.sum(x), {"model": jnp.arange(3), "trainable": eqx.is_array}, "only floating-point arrays"),
     ],
 )
 def test_invalid_losses_are_refused(loss: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, ConfigTypeError), match=message):
-        trace_loss(loss, jnp.ones(4), jnp.ones((8, 4)), **options)
-
-
-def test_integers_cannot_be_trained() -> None:
-    with pytest.raises(ConfigTypeError, match="only floating-point arrays can be trained"):
-        trace_loss(
-            lambda w, x: jnp.sum(x @ w["w"]),
-            {"w": jnp.ones(4), "n": jnp.arange(3)},
-            jnp.ones((8, 4)),
-            trainable=eqx.is_array,
-        )
+        trace_loss(loss, **{"model": jnp.ones(4), "batch": jnp.ones((8, 4)), **options})
 
 
 @pytest.mark.parametrize("example_dims", [None, {"key": None, "x": 0, "y": 0}])

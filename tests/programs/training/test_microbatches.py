@@ -20,6 +20,7 @@ from shardrules.programs.jaxprs.walk import equations, without_dead_code
 from shardrules.programs.machine.targets import Target
 from shardrules.programs.training.loss import trace_loss
 from shardrules.programs.training.microbatches import accumulated, forward_program
+from tests.programs.training.checks import operands
 
 STRUCT = jax.ShapeDtypeStruct
 BATCH, LENGTH, WIDTH, CLASSES = 8, 6, 4, 3
@@ -236,10 +237,12 @@ PARTS = ((2, 2), (2, 4), (4, 1), (8, 1))
 @pytest.mark.parametrize("case", LOSSES, ids=lambda case: case.name)
 @pytest.mark.sample(8)
 def test_gradients_are_those_of_the_whole_batch(case: Loss, parts: tuple[int, int]) -> None:
-    trace = trace_loss(case.fn, case.model, case.batch)
-    arrays = trace.split.arrays(case.model, case.batch)
-    expected = jax.jit(accumulated(trace))(arrays.trainable, arrays.fixed, arrays.batched)
-    actual = jax.jit(accumulated(trace, *parts))(arrays.trainable, arrays.fixed, arrays.batched)
+    assert_same(case.fn, case.model, case.batch, parts)
+
+
+def assert_same(loss: Any, model: Any, batch: Any, parts: tuple[int, int]) -> None:
+    trace = trace_loss(loss, model, batch)
+    expected, actual = (jax.jit(accumulated(trace, *each))(*operands(trace, model, batch)) for each in ((1, 1), parts))
     for first, second in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         scale = float(jnp.max(jnp.abs(first)))
         np.testing.assert_allclose(second, first, rtol=1e-5, atol=1e-6 * scale)
@@ -253,12 +256,7 @@ def preferences(model: Any, batch: Any) -> Any:
 
 @pytest.mark.parametrize("parts", [(2, 1), (4, 1), (2, 2)], ids=str)
 def test_examples_that_belong_together_stay_together(parts: tuple[int, int]) -> None:
-    trace = trace_loss(preferences, mlp(), rows())
-    arrays = trace.split.arrays(mlp(), rows())
-    expected = jax.jit(accumulated(trace))(arrays.trainable, arrays.fixed, arrays.batched)
-    actual = jax.jit(accumulated(trace, *parts))(arrays.trainable, arrays.fixed, arrays.batched)
-    for first, second in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
-        np.testing.assert_allclose(second, first, rtol=1e-5, atol=1e-6)
+    assert_same(preferences, mlp(), rows(), parts)
 
 
 def tokens_by_example(model: Any, batch: Any) -> Any:
@@ -288,8 +286,7 @@ def with_aux(model: Any, batch: Any) -> Any:
 def test_aux_is_that_of_the_whole_batch(parts: tuple[int, int]) -> None:
     model, batch = mlp(), rows()
     trace = trace_loss(with_aux, model, batch, has_aux=True)
-    arrays = trace.split.arrays(model, batch)
-    value, aux, _ = jax.jit(accumulated(trace, *parts))(arrays.trainable, arrays.fixed, arrays.batched)
+    value, aux, _ = jax.jit(accumulated(trace, *parts))(*operands(trace, model, batch))
     expected = with_aux(model, batch)
     actual = value, trace.rebuild_aux(aux)[0]
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
@@ -409,11 +406,9 @@ def test_batches_have_to_divide() -> None:
 def test_gradients_add_up_in_the_requested_dtype() -> None:
     model = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), mlp())
     trace = trace_loss(masked_mean, model, rows())
-    arrays = trace.split.arrays(model, rows())
 
     def sizes(dtype: Any) -> set[str]:
-        run = accumulated(trace, 4, 2, dtype)
-        program = jax.make_jaxpr(run)(arrays.trainable, arrays.fixed, arrays.batched)
+        program = jax.make_jaxpr(accumulated(trace, 4, 2, dtype))(*operands(trace, model, rows()))
         assert [aval.dtype for aval in program.out_avals[1:]] == [jnp.bfloat16] * 2
         (loop,) = [equation for equation in program.eqns if equation.primitive.name == "scan"]
         return {str(var.aval.dtype) for var in loop.outvars if var.aval.shape[:1] == (2,) and var.aval.ndim > 1}
@@ -461,8 +456,7 @@ def test_transform_gets_the_forward_program_of_one_microbatch() -> None:
 
 def test_masks_of_groups_are_slices_that_move_nothing() -> None:
     trace = trace_loss(dropout_of_one_key, mlp(), rows())
-    arrays = trace.split.arrays(mlp(), rows())
-    program = jax.make_jaxpr(accumulated(trace, 2, 4))(arrays.trainable, arrays.fixed, arrays.batched)
+    program = jax.make_jaxpr(accumulated(trace, 2, 4))(*operands(trace, mlp(), rows()))
     assert "gather" not in str(program)
     assert "custom_vmap" not in str(program)
 
@@ -532,13 +526,10 @@ def test_backward_passes_are_those_of_the_loss_alone() -> None:
         return jnp.mean(values), jnp.mean(values @ jnp.sin(forward(model, batch["x"] + 1)))
 
     trace = trace_loss(loss, mlp(), rows(), has_aux=True)
-    arrays = trace.split.arrays(mlp(), rows())
 
     def matmuls(microbatches: int) -> int:
-        run = accumulated(trace, microbatches)
-        program = jax.make_jaxpr(run)(arrays.trainable, arrays.fixed, arrays.batched)
-        live = without_dead_code(program)
-        return sum(equation.primitive.name == "dot_general" for equation in equations(live))
+        program = jax.make_jaxpr(accumulated(trace, microbatches))(*operands(trace, mlp(), rows()))
+        return sum(equation.primitive.name == "dot_general" for equation in equations(without_dead_code(program)))
 
     assert matmuls(2) == matmuls(1)
 

@@ -13,12 +13,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.errors import ConfigError, DoesNotFitError, MicrobatchError, PlanError, TreeError
+from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, MicrobatchError, PlanError, TreeError
 from shardrules.programs.autoplan.solve.trials import Trial
 from shardrules.programs.training.answer import make as answer
 from shardrules.programs.training.search.staged import StageSearch
 from shardrules.programs.training.step import TrainingStep
 from shardrules.reports import Frontier, TrainingPlan, TrainingPlanReport
+from tests.programs.training.checks import assert_close
 
 OPTIMIZER = optax.adam(1e-2)
 
@@ -56,9 +57,7 @@ def test_planned_steps_equal_plain_steps(plan: TrainingPlan) -> None:
         expected, expected_state, expected_loss, _ = eqx.filter_jit(step)(expected, expected_state, batch)
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     assert aux is None
-    for leaf, other in zip(jax.tree.leaves(model), jax.tree.leaves(expected), strict=True):
-        if eqx.is_array(leaf):
-            np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6)
+    assert_close(eqx.filter(model, eqx.is_array), eqx.filter(expected, eqx.is_array), 1e-4)
 
 
 def test_scales_of_weak_types_are_trained_and_restored(tmp_path: Any) -> None:
@@ -124,6 +123,10 @@ def test_reports_are_the_same_after_json(plan: TrainingPlan) -> None:
     assert str(report) == str(plan)
     assert "the plan" in str(plan)
     assert "examples/s" in str(plan)
+    assert sum(nbytes for _, nbytes in report.memory) == plan.peak_bytes
+    *points, last = plan.frontier.points
+    assert all(point.price is not None and point.price > 0 for point in points)
+    assert last.price is None
 
 
 def test_the_frontier_says_what_memory_is_worth() -> None:
@@ -138,28 +141,15 @@ def test_the_frontier_says_what_memory_is_worth() -> None:
     assert last.split() == ["8.0", "GiB", "50", "ms", "8.0", "GiB"]
 
 
-def test_frontiers_of_training_plans_have_prices(plan: TrainingPlan) -> None:
-    *points, last = plan.frontier.points
-    assert all(point.price is not None and point.price > 0 for point in points)
-    assert last.price is None
-
-
-def test_memory_by_category_is_the_peak(plan: TrainingPlan) -> None:
-    assert sum(nbytes for _, nbytes in plan.report.memory) == plan.peak_bytes
-
-
 def test_the_rule_places_model_and_state(plan: TrainingPlan) -> None:
     model, _ = shapes()
     pair = model, eqx.filter_eval_shape(TrainingStep(squares, OPTIMIZER).init_state, model)
     assert plan.as_rule().plan(pair, plan.mesh).specs == plan.plan.specs[:2]
 
 
-def test_two_plans_can_be_compared(plan: TrainingPlan) -> None:
+def test_differences_name_mesh_and_recipe(plan: TrainingPlan) -> None:
     assert plan.diff(plan).seconds == (plan.planned.cost, plan.planned.cost)
     assert str(plan.diff(plan)).startswith("time ")
-
-
-def test_differences_name_mesh_and_recipe(plan: TrainingPlan) -> None:
     model, batch = shapes()
     mesh = sr.create_mesh("a:2,b:4")
     other = sr.plan_training(squares, model, OPTIMIZER, batch, cluster=mesh, microbatches=2)
@@ -252,37 +242,38 @@ def test_guessed_devices_are_noted() -> None:
     assert "assumed-hardware" not in [finding.code for finding in present.report.findings]
 
 
-def test_wrong_arguments_are_refused() -> None:
+UNKNOWN_AXIS = sr.RegexShardingRule([("weight", P("tensor"))])
+OPAQUE = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"microbatches": 0}, ConfigError, "microbatches must be a positive integer"),
+        ({"accumulate_dtype": jnp.int32}, ConfigError, "accumulate_dtype must be a floating-point type"),
+        ({"accumulate_dtype": "float64"}, ConfigError, "accumulate_dtype is float64, which JAX computes as float32"),
+        ({"host_memory": "foo"}, ConfigError, "host_memory must be a number of bytes, or a string like '80GB'"),
+        ({"host_memory": "8GiB"}, ConfigError, "host_memory is '8GiB', but CPU devices have no memory of a host"),
+        ({"time_limit": 0}, ConfigError, "time_limit must be a number of seconds above 0"),
+        ({"optimizer": optax.adam}, ConfigTypeError, r"such as optax\.adam\(1e-3\)"),
+        ({"optimizer": SimpleNamespace(init=None)}, ConfigTypeError, "optimizer must be one of optax"),
+        ({"loss": "squares"}, ConfigTypeError, "loss must be a function, got 'squares'"),
+        ({"progress": True}, ConfigTypeError, "progress must be a function, got True"),
+        ({"pins": UNKNOWN_AXIS}, PlanError, "pins: unknown axis 'tensor'; meshes of cpu:8 have stage, replica, data"),
+        (
+            {"optimizer": optax.lbfgs()},
+            PlanError,
+            r"'value_fn'\. Line searches, such as that of optax\.lbfgs",
+        ),
+        ({"optimizer": OPAQUE}, PlanError, r"the optimizer cannot update the model.*grad_fn"),
+    ],
+)
+def test_wrong_arguments_are_refused(wrong: dict[str, Any], error: type[Exception], message: str) -> None:
     model, batch = shapes()
-    with pytest.raises(ConfigError, match="microbatches must be a positive integer"):
-        sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", microbatches=0)
-    with pytest.raises(ConfigError, match="accumulate_dtype must be a floating-point type"):
-        sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", accumulate_dtype=jnp.int32)
-    with pytest.raises(ConfigError, match="accumulate_dtype is float64, which JAX computes as float32"):
-        sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", accumulate_dtype="float64")
-    with pytest.raises(ConfigError, match="host_memory must be a number of bytes, or a string like '80GB'"):
-        sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cpu:8", host_memory="foo")
-    with pytest.raises(ConfigError, match="host_memory is '8GiB', but CPU devices have no memory of a host besides"):
-        sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cpu:8", host_memory="8GiB")
-    with pytest.raises(ConfigError, match="time_limit must be a number of seconds above 0"):
-        sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", time_limit=0)
-    with pytest.raises(sr.errors.ConfigTypeError, match=r"such as optax\.adam\(1e-3\)"):
-        sr.plan_training(squares, model, optax.adam, batch, cluster="cuda:h100:8")
-    with pytest.raises(sr.errors.ConfigTypeError, match="optimizer must be one of optax"):
-        sr.plan_training(squares, model, SimpleNamespace(init=lambda params: ()), batch, cluster="cuda:h100:8")
-    with pytest.raises(sr.errors.ConfigTypeError, match="loss must be a function, got 'squares'"):
-        sr.plan_training("squares", model, OPTIMIZER, batch, cluster="cuda:h100:8")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(sr.errors.ConfigTypeError, match="progress must be a function, got True"):
-        sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", progress=True)  # pyright: ignore[reportArgumentType]
-    unknown = sr.RegexShardingRule([("weight", P("tensor"))])
-    with pytest.raises(PlanError, match="pins: unknown axis 'tensor'; meshes of cuda:h100:8 have stage, replica, data"):
-        sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", pins=unknown)
-    with pytest.raises(PlanError, match=r"'value_fn'\. Line searches, such as that of optax\.lbfgs, evaluate the loss"):
-        sr.plan_training(squares, model, optax.lbfgs(), batch, cluster="cuda:h100:8")
-    opaque = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)
-    with pytest.raises(PlanError, match=r"the optimizer cannot update the model.*grad_fn") as caught:
-        sr.plan_training(squares, model, opaque, batch, cluster="cuda:h100:8")
-    assert isinstance(caught.value.__cause__, ValueError)
+    arguments = {"loss": squares, "model": model, "optimizer": OPTIMIZER, "batch": batch, "cluster": "cpu:8", **wrong}
+    with pytest.raises(error, match=message) as caught:
+        sr.plan_training(**arguments)
+    assert wrong.get("optimizer") is not OPAQUE or isinstance(caught.value.__cause__, ValueError)
 
 
 @pytest.mark.slow
@@ -337,8 +328,7 @@ def test_tight_plans_compute_the_same(tight: TrainingPlan) -> None:
     plain = TrainingStep(layers, OPTIMIZER)
     expected, _, expected_loss, _ = eqx.filter_jit(plain)(weights, plain.init_state(weights), (x, y))
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    for leaf, other in zip(jax.tree.leaves(model), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(leaf, other, rtol=1e-3, atol=1e-5)
+    assert_close(model, expected, 1e-3, 1e-5)
 
 
 @pytest.mark.slow
@@ -457,11 +447,12 @@ def test_clusters_that_cannot_be_doubled_are_planned(count: int) -> None:
     assert not [advice for advice in planned.report.advice if "devices" in advice.change]
 
 
+def broken(*args: Any) -> Any:
+    raise RuntimeError("a bug")
+
+
 @pytest.mark.parametrize("name", ["_model_flops", "token_count", "_frontier", "machine_findings", "_of_larger_batch"])
 def test_what_is_said_about_a_plan_does_not_lose_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any) -> Any:
-        raise RuntimeError("a bug")
-
     monkeypatch.setattr(answer, name, broken)
     model, batch = shapes()
     planned = sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:2", stages=1)
@@ -471,9 +462,6 @@ def test_what_is_said_about_a_plan_does_not_lose_it(name: str, monkeypatch: pyte
 
 
 def test_findings_before_a_bug_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any) -> Any:
-        raise RuntimeError("a bug")
-
     monkeypatch.setattr(answer, "program_findings", broken)
     model, batch = shapes()
     planned = sr.plan_training(
@@ -481,12 +469,10 @@ def test_findings_before_a_bug_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
     )
     severities = {finding.code: finding.severity for finding in planned.report.findings}
     assert severities["may-not-fit"] == severities["not-said"] == "warning"
+    assert not planned.candidates[0].fits  # and there is a plan, though there was no time for it
 
 
 def test_stages_that_cannot_be_planned_do_not_lose_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(search: StageSearch) -> Any:
-        raise RuntimeError("a bug")
-
     monkeypatch.setattr(StageSearch, "ordered", broken)
     monkeypatch.setattr(StageSearch, "refusal", lambda search: "")
     model, batch = shapes()
@@ -494,14 +480,6 @@ def test_stages_that_cannot_be_planned_do_not_lose_a_plan(monkeypatch: pytest.Mo
     assert planned.report.why_no_stages == "planning them failed: RuntimeError: a bug"
     with pytest.raises(RuntimeError, match="a bug"):
         sr.plan_training(squares, model, OPTIMIZER, batch, cluster="cuda:h100:2", stages=2)
-
-
-def test_without_time_there_is_a_plan_all_the_same() -> None:
-    model, batch = shapes()
-    planned = sr.plan_training(
-        squares, model, OPTIMIZER, batch, cluster="cuda:h100:8", memory_limit="30KiB", time_limit=1e-3
-    )
-    assert not planned.candidates[0].fits
 
 
 def test_without_time_meshes_that_pins_rule_out_are_passed_over() -> None:
@@ -559,8 +537,7 @@ def test_state_on_hosts_is_what_makes_a_plan_fit() -> None:
     expected = wide_model()
     expected, expected_state, expected_loss, _ = eqx.filter_jit(plain)(expected, plain.init_state(expected), x)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    for leaf, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
-        np.testing.assert_allclose(leaf, other, rtol=1e-3, atol=1e-7)
+    assert_close(state, expected_state, 1e-3, 1e-7)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 from shardrules.core.errors import MicrobatchError
 from shardrules.programs.training.loss import trace_loss
 from shardrules.programs.training.microbatches import accumulated
+from tests.programs.training.checks import assert_close, operands
 
 EXAMPLES = 8
 
@@ -24,7 +25,7 @@ VALUES: dict[str, Any] = (
     | {"dfden": 4.0, "dfnum": 3.0, "lam": 3.0, "left": 0.0, "loc": 0.0, "logits": jnp.array([0.1, 0.5]), "lower": -1.0}
     | {"maxval": 9, "mean": 1.0, "minval": 0, "mode": 0.5, "n": 3, "p": 0.3, "right": 1.0, "scale": 1.5, "upper": 1.5}
 )
-"""What samplers need besides a key and a shape, by the names of their parameters."""
+"""Arguments of samplers besides a key and a shape, by the names of their parameters."""
 
 DRAWS: dict[str, Draw] = {
     "choice": lambda key, shape: jax.random.choice(key, 5, shape),
@@ -93,11 +94,10 @@ def assert_same(
     w, x = jnp.arange(1.0, 4.0), jnp.linspace(-1.0, 1.0, EXAMPLES * 3).reshape(EXAMPLES, 3)
     batch = {"keys": keys, "x": x}
     trace = trace_loss(loss, w, batch, has_aux=True, example_dims={"keys": key_dim, "x": 0})
-    arrays = trace.split.arrays(w, batch)
-    operands = arrays.trainable, arrays.fixed, arrays.batched
-    expected_loss, expected, (expected_gradient,) = _run(accumulated(trace), operands)
-    for microbatches, groups in parts:
-        value, aux, (gradient,) = _run(accumulated(trace, microbatches, groups), operands)
+    arrays = operands(trace, w, batch)
+    expected_loss, expected, (expected_gradient,) = _run(accumulated(trace), arrays)
+    for each in parts:
+        value, aux, (gradient,) = _run(accumulated(trace, *each), arrays)
         different = [
             name
             for name, array, other in zip(trace.aux_names, aux, expected, strict=True)
@@ -108,8 +108,8 @@ def assert_same(
         np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-3)
 
 
-def _run(function: Any, operands: Any) -> Any:
-    return jax.jit(function, compiler_options=QUICK)(*operands)
+def _run(function: Any, arrays: Any) -> Any:
+    return jax.jit(function, compiler_options=QUICK)(*arrays)
 
 
 def make_key(impl: str, is_typed: bool) -> Any:
@@ -165,11 +165,8 @@ def test_trained_noise_of_own_keys_is_that_of_the_batch() -> None:
     w, x = jnp.ones(3), jnp.linspace(-1.0, 1.0, EXAMPLES * 3).reshape(EXAMPLES, 3)
     batch = {"key": jax.random.split(jax.random.key(0), EXAMPLES), "x": x}
     trace = trace_loss(loss, w, batch)
-    arrays = trace.split.arrays(w, batch)
-    value, _, (gradient,) = accumulated(trace, 4)(arrays.trainable, arrays.fixed, arrays.batched)
-    expected, expected_gradient = jax.value_and_grad(loss)(w, batch)
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
-    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4)
+    value, _, (gradient,) = accumulated(trace, 4)(*operands(trace, w, batch))
+    assert_close((value, gradient), jax.value_and_grad(loss)(w, batch), 1e-4)
 
 
 def test_noise_in_checkpoints_and_loops_is_that_of_the_batch() -> None:
@@ -185,9 +182,6 @@ def test_noise_in_checkpoints_and_loops_is_that_of_the_batch() -> None:
     w, x = jnp.ones(3), jnp.linspace(-1.0, 1.0, EXAMPLES * 3).reshape(EXAMPLES, 3)
     batch = {"key": jax.random.key(0), "x": x}
     trace = trace_loss(loss, w, batch)
-    arrays = trace.split.arrays(w, batch)
-    for microbatches, groups in ((4, 1), (2, 2)):
-        run = jax.jit(accumulated(trace, microbatches, groups))
-        value, _, (gradient,) = run(arrays.trainable, arrays.fixed, arrays.batched)
-        np.testing.assert_allclose(value, loss(w, batch), rtol=1e-5)
-        np.testing.assert_allclose(gradient, jax.grad(loss)(w, batch), rtol=1e-4)
+    for parts in ((4, 1), (2, 2)):
+        value, _, (gradient,) = jax.jit(accumulated(trace, *parts))(*operands(trace, w, batch))
+        assert_close((value, gradient), jax.value_and_grad(loss)(w, batch), 1e-4)

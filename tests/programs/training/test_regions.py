@@ -13,6 +13,7 @@ import shardrules as sr
 from shardrules.core.errors import MicrobatchError
 from shardrules.programs.training.loss import trace_loss
 from shardrules.programs.training.microbatches import accumulated
+from tests.programs.training.checks import assert_close, operands
 
 EXAMPLES, WIDTH, EXPERTS = 8, 4, 6
 
@@ -22,14 +23,10 @@ W, X = jnp.arange(1.0, 5.0) / 4, jnp.sin(jnp.arange(EXAMPLES * WIDTH * 1.0)).res
 def assert_same(loss: Any, model: Any, batch: Any, parts: Any = ((2, 1), (8, 1), (2, 2))) -> None:
     """Compares loss and gradients by microbatches with those of the whole batch."""
     trace = trace_loss(loss, model, batch)
-    arrays = trace.split.arrays(model, batch)
-    expected, gradient = jax.value_and_grad(loss)(model, batch)
-    for microbatches, groups in parts:
-        run = accumulated(trace, microbatches, groups)
-        value, _, gradients = run(arrays.trainable, arrays.fixed, arrays.batched)
-        np.testing.assert_allclose(value, expected, rtol=1e-5)
-        for array, other in zip(gradients, jax.tree.leaves(gradient), strict=True):
-            np.testing.assert_allclose(array, other, rtol=1e-4, atol=1e-6)
+    expected = jax.value_and_grad(loss)(model, batch)
+    for each in parts:
+        value, _, gradients = accumulated(trace, *each)(*operands(trace, model, batch))
+        assert_close((value, gradients), expected, 1e-4)
 
 
 @sr.region("rows dim, dim -> rows dim", split="rows")
@@ -237,13 +234,8 @@ def test_stages_compute_as_the_whole_batch() -> None:
 
     model = jax.tree.map(lambda array: 0.3 * jnp.stack([array] * 4), experts())
     trace = trace_loss(loss, model, TOKENS)
-    arrays = trace.split.arrays(model, TOKENS)
-    run = jax.jit(accumulated(trace, 4, stages=2))
-    value, _, gradients = run(arrays.trainable, arrays.fixed, arrays.batched)
-    expected, gradient = jax.value_and_grad(loss)(model, TOKENS)
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
-    for array, other in zip(gradients, jax.tree.leaves(gradient), strict=True):
-        np.testing.assert_allclose(array, other, rtol=1e-4, atol=1e-6)
+    value, _, gradients = jax.jit(accumulated(trace, 4, stages=2))(*operands(trace, model, TOKENS))
+    assert_close((value, gradients), jax.value_and_grad(loss)(model, TOKENS), 1e-4)
 
 
 @pytest.mark.slow
@@ -271,5 +263,4 @@ def test_planned_mixtures_train_as_written(options: Any, capacity: int | None) -
         expected_value, gradient = jax.value_and_grad(loss)(expected, tokens)
         expected = jax.tree.map(lambda array, change: array - 0.1 * change, expected, gradient)
         np.testing.assert_allclose(value, expected_value, rtol=1e-5)
-    for array, other in zip(jax.tree.leaves(model), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(array, other, rtol=1e-4, atol=1e-6)
+    assert_close(model, expected, 1e-4)

@@ -60,11 +60,6 @@ NOT_ZERO = {
 }
 
 
-@pytest.mark.parametrize("name", ZERO)
+@pytest.mark.parametrize("name", [*ZERO, *NOT_ZERO])
 def test_gradients_that_are_zeros(name: str) -> None:
-    assert zero_results(jax.make_jaxpr(jax.grad(ZERO[name]))(W, X)) == [True]
-
-
-@pytest.mark.parametrize("name", NOT_ZERO)
-def test_gradients_that_are_not(name: str) -> None:
-    assert zero_results(jax.make_jaxpr(jax.grad(NOT_ZERO[name]))(W, X)) == [False]
+    assert zero_results(jax.make_jaxpr(jax.grad((ZERO | NOT_ZERO)[name]))(W, X)) == [name in ZERO]

@@ -209,7 +209,7 @@ def _program(
                 raise
             raise refusal from error
         program = ClosedJaxpr(with_masks_inside(without_branches(expanded(traced.jaxpr))), traced.consts)
-        return ClosedJaxpr(without_dead_code(program), traced.consts)
+        return without_dead_code(program)
 
 
 def struct(leaf: Any) -> jax.ShapeDtypeStruct:

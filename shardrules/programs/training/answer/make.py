@@ -23,7 +23,7 @@ from shardrules.programs.training.search.problem import Outcome, TrainingProblem
 from shardrules.programs.training.search.search import TrainingSearch
 from shardrules.programs.training.search.staged import search_again
 from shardrules.programs.training.stages.run import is_stage_exchange
-from shardrules.programs.training.step import Recipe, states_of
+from shardrules.programs.training.step import states_of
 
 
 def proved_plan(search: TrainingSearch, count: int) -> TrainingPlan:
@@ -115,7 +115,6 @@ def _model_flops(problem: TrainingProblem) -> tuple[int, float]:
 
 
 def _memory(planned: AutoPlan, outcome: Outcome) -> tuple[tuple[str, int], ...]:
-    """Returns the bytes of a device at the peak, by category."""
     by_argument = argument_bytes(planned)
     rest = max(0, outcome.peak_bytes - sum(by_argument))
     names = ("model", "optimizer state", "batch")
@@ -123,7 +122,6 @@ def _memory(planned: AutoPlan, outcome: Outcome) -> tuple[tuple[str, int], ...]:
 
 
 def _host_memory(planned: AutoPlan, outcome: Outcome) -> tuple[tuple[str, int], ...]:
-    """Returns the bytes that a device has in the memory of its host, by category."""
     state = planned.host_traffic.argument_bytes
     parts = ("optimizer state", state), ("activations", outcome.host_bytes - state)
     return tuple((name, nbytes) for name, nbytes in parts if nbytes)
@@ -238,9 +236,7 @@ def _advice(search: TrainingSearch, chosen: Outcome, remarks: Remarks) -> tuple[
         if not search.has_time:
             break
         # A loss may be written for one number of examples.
-        outcome = remarks.of(
-            f"what {change} would give", lambda other=other: _planned_as(search, other(), chosen), None
-        )
+        outcome = remarks.of(f"what {change} would give", lambda other=other: _plan_as(search, other(), chosen), None)
         if outcome is not None and outcome.fits:
             others.append((change, outcome, examples * (1 + (change == changes[0][0]))))
     rates = [(change, outcome, count / outcome.seconds) for change, outcome, count in others if outcome.seconds]
@@ -253,30 +249,23 @@ def _advice(search: TrainingSearch, chosen: Outcome, remarks: Remarks) -> tuple[
 
 
 def _of_larger_batch(problem: TrainingProblem) -> TrainingProblem:
-    """Returns the problem with twice the batch."""
     leaves = problem.loss.split
     step = attrs.evolve(problem.step, example_dims=leaves.named_example_dims)
     return attrs.evolve(problem, step=step, batch=leaves.resized(2 * leaves.batch_size))
 
 
-def _planned_as(search: TrainingSearch, other: TrainingProblem, chosen: Outcome) -> Outcome:
-    """Plans another set-up on the mesh and with the recipe of the plan."""
-    return plan_once(other, *_scaled(search.problem, other, chosen), search.limit_bytes, deadline=search.deadline)
-
-
-def _scaled(problem: TrainingProblem, other: TrainingProblem, chosen: Outcome) -> tuple[tuple[int, ...], Recipe]:
-    """Returns the mesh and the recipe of another set-up that are as the plan's."""
-    factor = other.cluster.count // problem.cluster.count
-    recipe, shape = chosen.recipe, chosen.shape
+def _plan_as(search: TrainingSearch, other: TrainingProblem, chosen: Outcome) -> Outcome:
+    """Plans another set-up on a mesh and with a recipe as the plan's."""
+    factor = other.cluster.count // search.problem.cluster.count
+    recipe, (first, *inner) = chosen.recipe, chosen.shape
     if recipe.stages > 1:
         # As many stages, each of more devices.
-        stages, *inner = shape
-        if inner or factor > 1:
-            inner = [factor * math.prod(inner[:1]), *inner[1:]]
-        return (stages, *inner), recipe
-    if factor > 1 and recipe.groups > 1:
-        recipe = attrs.evolve(recipe, groups=recipe.groups * factor)
-    return (shape[0] * factor, *shape[1:]), recipe
+        shape = first, *([factor * math.prod(inner[:1]), *inner[1:]] if inner or factor > 1 else [])
+    else:
+        shape = first * factor, *inner
+        groups = recipe.groups * (factor if recipe.groups > 1 else 1)
+        recipe = attrs.evolve(recipe, groups=groups)
+    return plan_once(other, shape, recipe, search.limit_bytes, deadline=search.deadline)
 
 
 def _findings(
@@ -341,7 +330,6 @@ _PINNED_BYTES = 64 * 2**30
 
 
 def _host_findings(search: TrainingSearch, outcome: Outcome) -> Iterator[Finding]:
-    """Yields what to know about memory of hosts."""
     cluster = search.problem.cluster
     devices = min(cluster.count, cluster.hardware.devices_per_host or cluster.count)
     nbytes = outcome.host_bytes * devices

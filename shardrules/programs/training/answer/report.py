@@ -250,7 +250,6 @@ class TrainingPlanReport:
         return f"{parts}: {seconds_text(time.seconds)} where that overlaps" if self._overlaps else parts
 
     def _limit_text(self) -> str:
-        """Says what the time of a step goes to."""
         time = self.time
         waits = [("communication", time.exposed_seconds)]
         if time.copy_seconds:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from shardrules.programs.jaxprs.inline import flattened
-from shardrules.programs.jaxprs.segments import evaluated, struct
+from shardrules.programs.jaxprs.segments import in_operands, struct
 from shardrules.programs.jaxprs.walk import reads, without_dead_code
 from shardrules.programs.training.examples.facts import Fact
 from shardrules.programs.training.keep.rules import has_rule
@@ -22,27 +22,25 @@ def pulled_back(equation: Any, *, with_results: bool = False) -> ClosedJaxpr:
     Only floating-point arrays have cotangents, except for arrays that a rule closes over. `with_results`, the results
     that have some are returned first, as the rule of a derivative computes them.
     """
-    operands = [*reads([equation])]
-    moved = _moved(equation)
     results = [var for var in equation.outvars if _has_cotangent(var)]
 
     def run(values: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        def function(*inputs: Any) -> list[Any]:
-            merged = list(values)
-            for index, value in zip(moved, inputs, strict=True):
-                merged[index] = value
-            remaining = iter(merged)
-            arguments = [var.val if isinstance(var, Literal) else next(remaining) for var in equation.invars]
-            outputs = zip(equation.outvars, evaluated(equation, arguments), strict=True)
+        remaining = iter(values)
+        operands = [var.val if isinstance(var, Literal) else next(remaining) for var in equation.invars]
+        moved = _moved(equation)
+        function = in_operands(equation, operands, moved)
+
+        def floats(*inputs: Any) -> list[Any]:
+            outputs = zip(equation.outvars, function(*inputs), strict=True)
             return [value for var, value in outputs if _has_cotangent(var)]
 
         # All other operands, such as integers, are constants of the derivative.
-        computed, pull_back = jax.vjp(function, *(values[index] for index in moved))
+        computed, pull_back = jax.vjp(floats, *(operands[index] for index in moved))
         moved_back = pull_back(list(cotangents))
         return (computed, moved_back) if with_results else moved_back
 
-    program = flattened(jax.make_jaxpr(run)([*map(struct, operands)], [*map(struct, results)]))
-    return ClosedJaxpr(without_dead_code(program), program.consts)
+    program = jax.make_jaxpr(run)([*map(struct, reads([equation]))], [*map(struct, results)])
+    return without_dead_code(flattened(program))
 
 
 def cotangent_facts(equation: Any, operands: Sequence[Fact], results: Sequence[Fact]) -> list[Fact]:
@@ -61,8 +59,8 @@ def cotangent_facts(equation: Any, operands: Sequence[Fact], results: Sequence[F
 
 def wrong_cotangent(equation: Any, operands: Sequence[Fact], outputs: Sequence[Fact]) -> str:
     """The reason why the results of a derivative are not of single examples, or a sum over them; empty if all are."""
-    facts = [fact for var, fact in zip(equation.invars, operands, strict=True) if not isinstance(var, Literal)]
-    for fact, cotangent in zip((facts[index] for index in _moved(equation)), outputs, strict=True):
+    for index, cotangent in zip(_moved(equation), outputs, strict=True):
+        fact = operands[index]
         if cotangent.form == "refused":
             return cotangent.reason
         is_zero = cotangent.form == "shared" and cotangent.is_zero
@@ -73,13 +71,12 @@ def wrong_cotangent(equation: Any, operands: Sequence[Fact], outputs: Sequence[F
 
 
 def _moved(equation: Any) -> list[int]:
-    """The operands that have cotangents, by index among the operands that are not constants."""
+    """The operands that have cotangents, by index."""
     closed_over = equation.params["num_consts"] if has_rule(equation) else 0
-    variables = [position for position, var in enumerate(equation.invars) if not isinstance(var, Literal)]
     return [
         index
-        for index, position in enumerate(variables)
-        if position >= closed_over and _has_cotangent(equation.invars[position])
+        for index, var in enumerate(equation.invars)
+        if index >= closed_over and not isinstance(var, Literal) and _has_cotangent(var)
     ]
 
 

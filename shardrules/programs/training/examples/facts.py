@@ -48,7 +48,7 @@ class Fact:
     is_zero: bool = False
     is_false: bool = False
     index_columns: tuple[int, ...] = ()
-    """In which columns of the last dim each example has its own position in the batch; (-1,) for all."""
+    """The columns of the last dim in which each example has its own position in the batch; (-1,) for all."""
     index_size: int = 0
     """The number of these positions: one for each example, or for each piece of all examples one after another."""
     reason: str = ""
@@ -74,19 +74,28 @@ def refused(reason: str, equation: Any = None, pieces: int = 0) -> Fact:
     return Fact("refused", is_trained=True, from_batch=True, reason=reason, pieces=pieces)
 
 
-def refused_misfit(equation: Any, facts: Sequence[Fact], counts: Counts) -> Fact:
-    """The fact of the results of an equation that uses a misfit."""
+@final
+class RefusalError(Exception):
+    """All results of an equation are refused, for a reason and with `pieces` as in `Fact`."""
+
+    def __init__(self, reason: str, pieces: int = 0) -> None:
+        super().__init__(reason, pieces)
+        self.reason, self.pieces = reason, pieces
+
+
+def refuse_misfits(equation: Any, facts: Sequence[Fact], counts: Counts) -> None:
+    """Raises `RefusalError` for an equation that uses a misfit."""
     pieces = [fact.pieces for fact in facts if fact.is_misfit]
-    if all(pieces):
+    if pieces and all(pieces):
         count = math.gcd(*pieces)
-        why = f"{count} pieces of {name_of_step(equation)} do not divide into {counts.runs} parts"
-        return refused(why, equation, count)
-    why = f"{name_of_step(equation)} uses an array that depends on the number of examples in several dims"
-    return refused(why, equation)
+        raise RefusalError(f"{count} pieces of {name_of_step(equation)} do not divide into {counts.runs} parts", count)
+    if pieces:
+        raise RefusalError(
+            f"{name_of_step(equation)} uses an array that depends on the number of examples in several dims"
+        )
 
 
 def name_of_step(equation: Any) -> str:
-    """An equation as messages name it."""
     name = equation.params.get("name")
     if equation.primitive.name == "region":
         name = equation.params["function"].name
@@ -94,7 +103,6 @@ def name_of_step(equation: Any) -> str:
 
 
 def literal_fact(var: Constant) -> Fact:
-    """The fact of a constant in a program."""
     value = np.asarray(var.val)
     return Fact("shared", is_whole=True, is_zero=not value.any(), is_false=value.dtype == bool and not value.any())
 

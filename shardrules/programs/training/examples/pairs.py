@@ -45,7 +45,6 @@ class Counts:
 
     @property
     def parts(self) -> int:
-        """The number of parts of the batch."""
         return self.whole // self.part
 
     @property
@@ -58,7 +57,6 @@ class Counts:
         return whole != trace and whole * self.trace == trace * self.whole
 
     def part_size(self, whole: int, trace: int) -> int:
-        """The size in a part."""
         return whole // self.parts if whole != trace else trace
 
 
@@ -103,7 +101,6 @@ class Pair:
 
 
 def equal_literals(whole: Sequence[Any], trace: Sequence[Any]) -> bool:
-    """The constants among the operands of two equations are equal."""
     return all(
         not isinstance(var, Literal) or np.array_equal(np.asarray(var.val), np.asarray(other.val), equal_nan=True)
         for var, other in zip(whole, trace, strict=True)

@@ -4,7 +4,7 @@ Every array gets a fact (see `facts`), equation by equation. Loops are read unti
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import attrs
 from jax.extend.core import ClosedJaxpr, Literal, Var
@@ -17,12 +17,13 @@ from shardrules.programs.training.examples.derivatives import cotangent_facts, p
 from shardrules.programs.training.examples.facts import (
     EACH_ROUND,
     Fact,
+    RefusalError,
     inside,
     joined,
     literal_fact,
     name_of_step,
+    refuse_misfits,
     refused,
-    refused_misfit,
     shared_fact,
 )
 from shardrules.programs.training.examples.pairs import Counts, Pair, equal_literals
@@ -47,8 +48,11 @@ class BodyFacts:
     """A part of the batch runs other equations than the trace has."""
 
     def fact(self, var: Any) -> Fact:
-        """The fact of an operand."""
-        return literal_fact(var) if isinstance(var, Literal) else self.facts[var]
+        return _fact_of(var, self.facts)
+
+
+def _fact_of(var: Any, facts: Mapping[Var, Fact]) -> Fact:
+    return literal_fact(var) if isinstance(var, Literal) else facts[var]
 
 
 def can_be_whole(operands: Sequence[Fact]) -> bool:
@@ -75,6 +79,10 @@ def read_examples(pair: Pair, inputs: Sequence[Fact], counts: Counts) -> BodyFac
     return _Reader(counts).body(pair, inputs, True)
 
 
+_Reading: TypeAlias = tuple[list[Fact], tuple[BodyFacts, ...]]
+"""The facts of the results of an equation, and of its bodies."""
+
+
 @final
 @attrs.frozen(eq=False)
 class _Reader:
@@ -90,33 +98,27 @@ class _Reader:
             facts[var] = shared_fact(var.aval.shape, other.aval.shape, self.counts, False, False)
         is_changed = any(facts[var].form == "examples" for var in pair.whole.constvars)
         for index, (equation, other) in enumerate(zip(pair.whole.eqns, pair.trace.eqns, strict=True)):
-            operands = [literal_fact(var) if isinstance(var, Literal) else facts[var] for var in equation.invars]
+            operands = [_fact_of(var, facts) for var in equation.invars]
             results, bodies = self.equation(equation, other, operands)
             why = pair.differences.get(index)
             if why:
                 # Without the trace of a part, only the whole is certain.
-                results, bodies = [self.only_whole(fact, why) for fact in results], ()
+                wholes = [attrs.evolve(fact, is_own=False, index_columns=()) for fact in results]
+                results, bodies = [fact if fact.is_whole else refused(why) for fact in wholes], ()
             if bodies:
                 nested[index] = bodies
-            for var, result_var, fact in zip(equation.outvars, other.outvars, results, strict=True):
+            outputs: Any = zip(equation.outvars, other.outvars, results, strict=True)
+            for var, result_var, fact in outputs:
+                # What trains nothing can be computed for the whole batch before its parts.
                 if is_top and not fact.is_trained and not fact.is_whole:
-                    fact = self.before(var, result_var, fact)
+                    seen = shared_fact(var.aval.shape, result_var.aval.shape, self.counts, False, True)
+                    fact = attrs.evolve(fact, is_whole=True) if fact.form == "examples" else seen
                 facts[var] = self.checked(equation, var, result_var, fact)
             is_slice = any(fact.form == "examples" and not fact.is_own for fact in results)
             is_changed |= is_slice or not equal_literals(equation.invars, other.invars)
             is_changed |= any(body.is_changed for body in bodies) or bool(own_columns(equation, operands, self.counts))
-        outputs = tuple(literal_fact(var) if isinstance(var, Literal) else facts[var] for var in pair.whole.outvars)
-        return BodyFacts(pair, tuple(inputs), outputs, facts, nested, is_changed)
-
-    def only_whole(self, fact: Fact, why: str) -> Fact:
-        """The fact of an array that a part computes in another way than the whole."""
-        return attrs.evolve(fact, is_own=False, index_columns=()) if fact.is_whole else refused(why)
-
-    def before(self, var: Any, other: Any, fact: Fact) -> Fact:
-        """The fact of what trains nothing, which can be computed for the whole batch before its parts."""
-        if fact.form == "examples":
-            return attrs.evolve(fact, is_whole=True)
-        return shared_fact(var.aval.shape, other.aval.shape, self.counts, False, True)
+        leaving = tuple(_fact_of(var, facts) for var in pair.whole.outvars)
+        return BodyFacts(pair, tuple(inputs), leaving, facts, nested, is_changed)
 
     def checked(self, equation: Any, var: Any, other: Any, fact: Fact) -> Fact:
         """The fact, if the shapes of the whole and of the trace agree with it."""
@@ -127,8 +129,7 @@ class _Reader:
             return fact
         return refused(f"{name_of_step(equation)} has other shapes in a part of the batch", equation)
 
-    def equation(self, equation: Any, other: Any, operands: Sequence[Fact]) -> tuple[list[Fact], tuple[BodyFacts, ...]]:
-        """The facts of the results of an equation, and of its bodies."""
+    def equation(self, equation: Any, other: Any, operands: Sequence[Fact]) -> _Reading:
         for fact in operands:
             if fact.form == "refused":
                 return [fact] * len(equation.outvars), ()
@@ -140,19 +141,17 @@ class _Reader:
             if any(fact.form in ("sum", "result") for fact in operands):
                 return [uses_sums(equation, operands)] * len(equation.outvars), ()
             return examples_rule(equation, operands, self.counts), ()
-        if any(fact.is_misfit for fact in operands):
-            return [refused_misfit(equation, operands, self.counts)] * len(equation.outvars), ()
-        if any(fact.form == "result" for fact in operands):
-            why = f"{name_of_step(equation)} uses a result of the whole batch for single examples"
-            return [refused(why, equation)] * len(equation.outvars), ()
         try:
+            refuse_misfits(equation, operands, self.counts)
+            if any(fact.form == "result" for fact in operands):
+                raise RefusalError(f"{name_of_step(equation)} uses a result of the whole batch for single examples")
             return bodies(equation, other, operands)
+        except RefusalError as error:
+            return [refused(error.reason, equation, error.pieces)] * len(equation.outvars), ()
         except MicrobatchError as error:
             return [refused(str(error), equation)] * len(equation.outvars), ()
 
-    def computed_whole(
-        self, equation: Any, other: Any, operands: Sequence[Fact]
-    ) -> tuple[list[Fact], tuple[BodyFacts, ...]]:
+    def computed_whole(self, equation: Any, other: Any, operands: Sequence[Fact]) -> _Reading:
         """The facts of results that can be computed for the whole batch, and for some by parts as well."""
         is_trained = any(fact.is_trained for fact in operands)
         from_batch = any(fact.from_batch for fact in operands)
@@ -193,7 +192,7 @@ class _Reader:
             return attrs.evolve(fact, is_zero=operands[0].is_zero)
         return fact
 
-    def bodies_of(self, equation: Any) -> Callable[..., tuple[list[Fact], tuple[BodyFacts, ...]]] | None:
+    def bodies_of(self, equation: Any) -> Callable[..., _Reading] | None:
         """The method that reads what is inside an equation; `None` where nothing is."""
         if Loop.of(equation) is not None:
             return self.loop
@@ -203,14 +202,12 @@ class _Reader:
             return self.checkpoint
         return None if InlinedCall.of(equation) is None else self.call
 
-    def checkpoint(
-        self, equation: Any, other: Any, operands: Sequence[Fact]
-    ) -> tuple[list[Fact], tuple[BodyFacts, ...]]:
+    def checkpoint(self, equation: Any, other: Any, operands: Sequence[Fact]) -> _Reading:
         pair = Pair.of(equation.params["jaxpr"], other.params["jaxpr"], self.counts)
         body = self.body(pair, [inside(fact) for fact in operands])
         return self.left(equation, body.outputs), (body,)
 
-    def call(self, equation: Any, other: Any, operands: Sequence[Fact]) -> tuple[list[Fact], tuple[BodyFacts, ...]]:
+    def call(self, equation: Any, other: Any, operands: Sequence[Fact]) -> _Reading:
         """A function with derivatives of its own: it runs as it is."""
         calls = [call for call in map(InlinedCall.of, (equation, other)) if call is not None]
         first, second = (
@@ -220,22 +217,20 @@ class _Reader:
         entering = [inside(operands[index]) for index in calls[0].operands]
         body = self.body(Pair.of(first, second, self.counts), entering)
         if body.is_changed:
-            why = (
+            raise RefusalError(
                 f"{name_of_step(equation)} has derivatives of its own, and uses what depends on the number of examples"
             )
-            return [refused(why, equation)] * len(equation.outvars), ()
         results = self.left(equation, body.outputs)
         is_rule = self.reads_derivatives and has_custom_vjp(equation)
         # A custom derivative is run for parts and its cotangents are added up, which is right if it is linear in them:
         # nothing says so where no example is in it.
         if is_rule and any(fact.is_trained and fact.form == "shared" for fact in results):
-            return [refused(_shared_derivative(equation), equation)] * len(equation.outvars), ()
+            raise RefusalError(_shared_derivative(equation))
         has_gradient = any(fact.is_trained and fact.form in ("examples", "sum") for fact in results)
         if has_gradient and self.reads_derivatives:
             why = self.derivative(equation, other, [inside(fact) for fact in operands], results)
             if why:
-                why = f"the derivative of {name_of_step(equation)}: {why}"
-                return [refused(why, equation)] * len(equation.outvars), ()
+                raise RefusalError(f"the derivative of {name_of_step(equation)}: {why}")
         return results, ()
 
     def derivative(self, equation: Any, other: Any, operands: Sequence[Fact], results: Sequence[Fact]) -> str:
@@ -259,10 +254,10 @@ class _Reader:
             for fact in outputs
         ]
 
-    def branches(self, equation: Any, other: Any, operands: Sequence[Fact]) -> tuple[list[Fact], tuple[BodyFacts, ...]]:
+    def branches(self, equation: Any, other: Any, operands: Sequence[Fact]) -> _Reading:
         predicate, *rest = operands
         if predicate.form != "shared" and not (predicate.form == "examples" and predicate.dim is EACH_ROUND):
-            return [refused("cond: which branch runs depends on the examples", equation)] * len(equation.outvars), ()
+            raise RefusalError("cond: which branch runs depends on the examples")
         branches = [
             self.body(Pair.of(branch, partner, self.counts), [inside(fact) for fact in rest])
             for branch, partner in zip(branches_of(equation), branches_of(other), strict=True)
@@ -279,11 +274,10 @@ class _Reader:
                 else fact
                 for fact in results
             ]
-        return [attrs.evolve(fact, is_trained=fact.is_trained or predicate.is_trained) for fact in results], tuple(
-            branches
-        )
+        results = [attrs.evolve(fact, is_trained=fact.is_trained or predicate.is_trained) for fact in results]
+        return results, tuple(branches)
 
-    def loop(self, equation: Any, other: Any, operands: Sequence[Fact]) -> tuple[list[Fact], tuple[BodyFacts, ...]]:
+    def loop(self, equation: Any, other: Any, operands: Sequence[Fact]) -> _Reading:
         loop, partner = Loop.of(equation), Loop.of(other)
         assert loop is not None, "it is one"
         assert partner is not None, "paired equations are of one primitive"
@@ -291,25 +285,24 @@ class _Reader:
         slices = [self.round_piece(fact) for fact in entering[loop.pieces]]
         over_examples = any(fact.form == "examples" and fact.dim == 0 for fact in entering[loop.pieces])
         if loop.length != partner.length and not over_examples:
-            return [refused("scan runs once for each example, and reads none", equation)] * len(equation.outvars), ()
+            raise RefusalError("scan runs once for each example, and reads none")
         if over_examples and any(fact.form in ("examples", "sum") for fact in entering[: loop.pieces.start]):
-            why = "scan reads all examples for each"
-            return [refused(why, equation)] * len(equation.outvars), ()
+            raise RefusalError("scan reads all examples for each")
         pair = Pair.of(loop.body, partner.body, self.counts)
         carry = entering[loop.carry]
         if over_examples:
             # Each round adds its example's to a sum that starts from zero, or the loop is refused.
             carry = [attrs.evolve(fact, form="sum", is_whole=False) if fact.is_zero else fact for fact in carry]
         body, carry = self.rounds(equation, pair, entering[loop.consts], carry, slices)
+        if body is None and over_examples:
+            raise RefusalError("scan carries values from example to example")
         if body is None:
-            why = refused("scan carries values from example to example", equation) if over_examples else carry[0]
-            return [why] * len(equation.outvars), ()
+            return carry[:1] * len(equation.outvars), ()
         if loop.test is not None:
             test = self.body(Pair.of(loop.test, partner.test, self.counts), [*entering[loop.test_consts], *carry])
             is_each = test.outputs[0].form == "examples" and test.outputs[0].dim is EACH_ROUND
             if test.outputs[0].form != "shared" and not is_each:
-                why = "while: the number of rounds depends on several examples"
-                return [refused(why, equation)] * len(equation.outvars), ()
+                raise RefusalError("while: the number of rounds depends on several examples")
             return list(carry), (body, test)
         results = list(carry)
         for fact in self.left(equation, body.outputs[loop.carry_count :]):

@@ -5,8 +5,9 @@ examples. Arrays that the batch shares are computed as in the whole program, and
 dropout masks of a part are the same that the whole batch would have there.
 """
 
+import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, final
 
 import attrs
@@ -141,7 +142,6 @@ class Replay:
         return values[var, variant]
 
     def part(self, body: BodyFacts, index: int, values: dict[Demand, Any]) -> Sequence[Any]:
-        """Runs an equation for the part."""
         equation, other = body.pair.whole.eqns[index], body.pair.trace.eqns[index]
         facts = [body.fact(var) for var in equation.invars]
         operands = [
@@ -186,17 +186,14 @@ class Replay:
         """Runs the bodies of a loop, of branches or of a checkpoint for the part."""
         params, loop = equation.params, Loop.of(equation)
 
-        def runner(body: BodyFacts) -> Callable[..., list[Any]]:
-            def run(*inputs: Any) -> list[Any]:
-                return self.body(body, inputs, body.outputs)
+        def run_body(body: BodyFacts, *inputs: Any) -> list[Any]:
+            return self.body(body, inputs, body.outputs)
 
-            return run
-
+        runs = [functools.partial(run_body, body) for body in nested]
         if is_cond(equation):
-            return lax.switch(operands[0], [runner(body) for body in nested], *operands[1:])
+            return lax.switch(operands[0], runs, *operands[1:])
         if loop is None:
-            (body,) = nested
-            return jax.checkpoint(runner(body), prevent_cse=params["prevent_cse"], policy=params["policy"])(*operands)
+            return jax.checkpoint(runs[0], prevent_cse=params["prevent_cse"], policy=params["policy"])(*operands)
         body, *tests = nested
         requested = [*body.inputs[loop.carry_inside], *body.outputs[loop.carry_count :]]
 
@@ -206,9 +203,8 @@ class Replay:
 
         start = list(operands[loop.carry])
         if tests:
-            test = runner(tests[0])
             return lax.while_loop(
-                lambda carry: test(*operands[loop.test_consts], *carry)[0], lambda carry: run(carry, ())[0], start
+                lambda carry: runs[1](*operands[loop.test_consts], *carry)[0], lambda carry: run(carry, ())[0], start
             )
         length = part_params(equation, other, self.counts)["length"]
         carry, stacked = lax.scan(run, start, list(operands[loop.pieces]), length, params["reverse"], params["unroll"])
@@ -221,7 +217,7 @@ class Demands:
     """The arrays that a run has to compute."""
 
     equations: tuple[frozenset[Variant], ...]
-    """For each equation, in which variants it runs."""
+    """The variants in which each equation runs."""
     inputs: tuple[Demand, ...]
     """The arrays that no equation computes: inputs of the body, and arrays that are computed before the parts."""
 
@@ -265,12 +261,10 @@ def matched_calls(whole: ClosedJaxpr, part: ClosedJaxpr, counts: Counts) -> dict
     calls, others = list(_closed_calls(whole)), list(_closed_calls(part))
     matches = {}
     for equation, other in zip(calls, others, strict=False):
-        sizes = [
-            (counts.part_size(size, other_size) == other_size) or size == other_size
-            for var, partner in zip(equation.invars, other.invars, strict=False)
-            for size, other_size in zip(var.aval.shape, partner.aval.shape, strict=False)
-        ]
-        if equation.primitive is other.primitive and len(equation.invars) == len(other.invars) and all(sizes):
+        pairs = zip(equation.invars, other.invars, strict=False)
+        sizes = (each for pair in pairs for each in zip(*(var.aval.shape for var in pair), strict=False))
+        is_alike = equation.primitive is other.primitive and len(equation.invars) == len(other.invars)
+        if is_alike and all(counts.part_size(*each) == each[1] for each in sizes):
             matches[id(equation)] = other
     if not len(matches) == len(calls) == len(others):
         first = next(call for call in (*calls, *others) if id(call) not in matches)

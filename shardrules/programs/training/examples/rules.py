@@ -10,7 +10,14 @@ from shardrules.programs.autoplan.traced.factors.grouped import ROWS_OPERAND, is
 from shardrules.programs.autoplan.traced.factors.table import Factors, op_factors
 from shardrules.programs.autoplan.traced.program import operation_name
 from shardrules.programs.compiling.fused_calls import BACKWARD, SCALED_DOTS
-from shardrules.programs.training.examples.facts import EACH_ROUND, Fact, name_of_step, refused, refused_misfit
+from shardrules.programs.training.examples.facts import (
+    EACH_ROUND,
+    Fact,
+    RefusalError,
+    name_of_step,
+    refuse_misfits,
+    refused,
+)
 from shardrules.programs.training.examples.pairs import Counts
 
 _SUMMING = (
@@ -24,50 +31,16 @@ _PASSING = ("sharding_constraint", "copy", "copy_p", "optimization_barrier")
 ADDING = ("add", "add_any", "sub")
 """Primitives that add arrays up."""
 
-LINEAR = [
-    "neg",
-    "convert_element_type",
-    "reduce_sum",
-    "transpose",
-    "reshape",
-    "squeeze",
-    "broadcast_in_dim",
-    "copy",
-    "copy_p",
-    "real",
-    "imag",
-    "stop_gradient",
-    "expand_dims",
-    "slice",
-    "split",
-    "rev",
-    "cumsum",
-    "concatenate",
-    "stack",
-    "unstack",
-    "tile",
-    "device_put",
-    "sharding_constraint",
-    "optimization_barrier",
-    "name",
-    "reshard",
-    "psum",
-    "conj",
-]
+_LINEAR = (
+    "neg convert_element_type reduce_sum transpose reshape squeeze broadcast_in_dim copy copy_p real imag "
+    "stop_gradient expand_dims slice split rev cumsum concatenate stack unstack tile device_put sharding_constraint "
+    "optimization_barrier name reshard psum conj"
+)
+LINEAR = frozenset(_LINEAR.split())
 """Primitives that do to each part of a sum what they do to the sum, where all operands are sums or zeros."""
 
-_MOVING = ("dynamic_slice", "gather", "select_n", "pad", "dynamic_update_slice", "scatter-add")
-"""As `LINEAR`, with indices, a predicate or zeros among the operands."""
-
-_KEEPING_INDICES = (
-    "broadcast_in_dim",
-    "reshape",
-    "squeeze",
-    "expand_dims",
-    "transpose",
-    "convert_element_type",
-    "copy",
-)
+_VIEWS = "broadcast_in_dim reshape squeeze expand_dims transpose convert_element_type copy"
+_KEEPING_INDICES = frozenset(_VIEWS.split())
 
 
 def uses_sums(equation: Any, facts: Sequence[Fact]) -> Fact:
@@ -96,9 +69,9 @@ def _is_linear(equation: Any, facts: Sequence[Fact]) -> bool:
     # A sum of parts that is rounded to an integer, or true or false, is not the rounded sum.
     if name == "convert_element_type":
         return all(dtype.kind in "fcV" for dtype in dtypes) or dtypes[0].kind in "iu"
-    if name in (*ADDING, *LINEAR):
+    if name in ADDING or name in LINEAR:
         return all(is_sum)
-    # Linear in each operand, but a product of two sums has the products of different examples.
+    # These are linear in each operand, but a product of two sums has the products of different examples.
     if name in ("mul", "dot_general", "conv_general_dilated"):
         return forms.count("sum") == 1
     if name == "div":
@@ -115,47 +88,46 @@ def _is_linear(equation: Any, facts: Sequence[Fact]) -> bool:
 
 def examples_rule(equation: Any, facts: Sequence[Fact], counts: Counts) -> list[Fact]:
     """The facts of the results of an equation with examples, and without sums, among its operands."""
+    try:
+        return _facts_by_example(equation, facts, counts)
+    except RefusalError as error:
+        return [refused(error.reason, equation, error.pieces)] * len(equation.outvars)
+
+
+def _facts_by_example(equation: Any, facts: Sequence[Fact], counts: Counts) -> list[Fact]:
     common: dict[str, Any] = {
         "is_trained": any(fact.is_trained for fact in facts),
         "from_batch": any(fact.from_batch for fact in facts),
     }
-    name, outvars = operation_name(equation), equation.outvars
+    name, step, outvars = operation_name(equation), name_of_step(equation), equation.outvars
     batched = [index for index, fact in enumerate(facts) if fact.form == "examples"]
-    if any(fact.is_misfit for fact in facts):
-        return [refused_misfit(equation, facts, counts)] * len(outvars)
+    refuse_misfits(equation, facts, counts)
     if any(facts[index].dim is EACH_ROUND for index in batched):
         if all(facts[index].dim is EACH_ROUND for index in batched):
             return [Fact("examples", EACH_ROUND, is_own=True, **common) for _ in outvars]
-        why = f"{name_of_step(equation)} uses all examples in a loop over the examples"
-        return [refused(why, equation)] * len(outvars)
+        raise RefusalError(f"{step} uses all examples in a loop over the examples")
     if name in _PASSING:
         return [attrs.evolve(fact, is_own=True, is_whole=False) for fact in facts]
     if equation.params.get("dropout_rate"):
-        why = f"{name_of_step(equation)} drops elements out by one seed for all examples"
-        return [refused(why, equation)] * len(outvars)
+        raise RefusalError(f"{step} drops elements out by one seed for all examples")
     if name == "custom_partitioning":
-        why = f"{name_of_step(equation)} says how devices split it, not that it computes examples one by one"
-        return [refused(why, equation)] * len(outvars)
+        raise RefusalError(f"{step} says how devices split it, not that it computes examples one by one")
     factors = op_factors(equation)
     if factors is None:
-        why = f"{name_of_step(equation)} has no rule that says which dims it computes one by one"
-        return [refused(why, equation)] * len(outvars)
+        raise RefusalError(f"{step} has no rule that says which dims it computes one by one")
     # Examples have to go along one dim that all their operands and results share. The exception is a lookup by an
     # example's own position in the batch.
     factor = _factor(factors, facts, batched)
     if factor is None:
         lookup = own_index_result(equation, facts, factors, counts)
-        if lookup is not None:
-            return [attrs.evolve(lookup, **common)]
-        why = f"{name_of_step(equation)} computes with several examples at once"
-        return [refused(why, equation)] * len(outvars)
+        if lookup is None:
+            raise RefusalError(f"{step} computes with several examples at once")
+        return [attrs.evolve(lookup, **common)]
     if _is_ragged(equation, factor, factors):
-        why = f"{name_of_step(equation)} has groups of rows of all examples"
-        return [refused(why, equation)] * len(outvars)
+        raise RefusalError(f"{step} has groups of rows of all examples")
     pieces = factors.sizes[factor]
     if pieces % counts.runs:
-        why = f"{pieces} pieces of {name_of_step(equation)} do not divide into {counts.runs} parts"
-        return [refused(why, equation, pieces)] * len(outvars)
+        raise RefusalError(f"{pieces} pieces of {step} do not divide into {counts.runs} parts", pieces)
     return [_result_fact(equation, index, factor, factors, facts, common) for index in range(len(outvars))]
 
 
@@ -206,7 +178,7 @@ def _result_fact(
 
 
 def index_columns(equation: Any, facts: Sequence[Fact]) -> tuple[int, ...]:
-    """In which columns of a result each example still has its position in the batch."""
+    """The columns of a result in which each example still has its position in the batch."""
     name = equation.primitive.name
     if name in _KEEPING_INDICES and facts[0].index:
         return (-1,)

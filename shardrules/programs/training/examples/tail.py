@@ -10,8 +10,8 @@ from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
 from shardrules.core.source import equation_line, short_line
 from shardrules.programs.jaxprs.rewrite import reading, replaced
-from shardrules.programs.jaxprs.segments import evaluated, struct
-from shardrules.programs.jaxprs.walk import reads, without_dead_code
+from shardrules.programs.jaxprs.segments import in_operands, struct
+from shardrules.programs.jaxprs.walk import needed_inputs, without_dead_code
 from shardrules.programs.training.examples.facts import name_of_step
 
 
@@ -24,7 +24,7 @@ def cut(program: ClosedJaxpr, inputs: Sequence[Var], outputs: Sequence[Any]) -> 
         outvars=[replaced(var, fresh) for var in outputs],
         eqns=reading(jaxpr.eqns, fresh),
     )
-    return ClosedJaxpr(without_dead_code(ClosedJaxpr(body, program.consts)), program.consts)
+    return without_dead_code(ClosedJaxpr(body, program.consts))
 
 
 @final
@@ -36,14 +36,14 @@ class Tail:
     argument_count: int
     trainable_count: int
     is_trained: tuple[bool, ...]
-    """For each sum, whether the loss has a derivative by it: not by counts, nor by sums that only aux has."""
+    """The sums by which the loss has a derivative: not counts, nor sums that only aux has."""
 
     @classmethod
     def of(cls, program: ClosedJaxpr, argument_count: int, trainable_count: int) -> "Tail":
         """Returns the tail that a program of arguments and sums is."""
         is_trained = tuple(
-            jnp.issubdtype(aval.dtype, jnp.inexact) and _depends(program, [argument_count + index], 1)
-            for index, aval in enumerate(program.in_avals[argument_count:])
+            jnp.issubdtype(aval.dtype, jnp.inexact) and is_needed
+            for aval, is_needed in [*zip(program.in_avals, needed_inputs(program, 1), strict=True)][argument_count:]
         )
         return cls(program, argument_count, trainable_count, is_trained)
 
@@ -64,7 +64,7 @@ class Tail:
 
     def regularizer_gradients(self, arguments: Sequence[Any], sums: Sequence[Any]) -> list[Any] | None:
         """Returns the gradients of what the loss adds that no example reaches; `None` where it adds nothing."""
-        if not self.reaches(range(self.trainable_count), 1):
+        if not any(needed_inputs(self.program, 1)[: self.trainable_count]):
             return None
 
         def loss(trainable: Sequence[Any]) -> Any:
@@ -72,74 +72,48 @@ class Tail:
 
         return jax.grad(loss)(list(arguments[: self.trainable_count]))
 
-    def reaches(self, inputs: Sequence[int], result_count: int) -> bool:
-        """The first results depend on some of the inputs."""
-        return _depends(self.program, inputs, result_count)
-
     def nonlinear_step(self) -> str:
         """Returns which equation makes the loss no sum of its sums; empty where their weights are constants."""
-        # Those without derivatives, such as counts of right answers, may be no weights either.
-        sums = range(self.argument_count, self.argument_count + len(self.is_trained))
 
+        # Those without derivatives, such as counts of right answers, may be no weights either.
         def weights(*values: Any) -> list[Any]:
             return self.coefficients(values[: self.argument_count], values[self.argument_count :])
 
         gradient = jax.make_jaxpr(weights)(*map(struct, self.program.jaxpr.invars))
-        if not _depends(gradient, sums, len(gradient.out_avals)):
-            return ""
-        return _first_nonlinear(self.program, sums)
+        return _first_nonlinear(self) if any(needed_inputs(gradient)[self.argument_count :]) else ""
 
 
-def _depends(program: ClosedJaxpr, inputs: Sequence[int], result_count: int) -> bool:
-    jaxpr = program.jaxpr
-    body = jaxpr.replace(outvars=jaxpr.outvars[:result_count])
-    live = without_dead_code(ClosedJaxpr(body, program.consts))
-    needed = {*reads(live.eqns)}
-    needed.update(var for var in live.outvars if not isinstance(var, Literal))
-    return any(live.invars[index] in needed for index in inputs)
-
-
-def _first_nonlinear(program: ClosedJaxpr, inputs: Sequence[int]) -> str:
-    """The first equation on the way from the inputs to the loss whose derivative is no constant."""
-    loss = program.jaxpr.replace(outvars=program.jaxpr.outvars[:1])
-    program = ClosedJaxpr(without_dead_code(ClosedJaxpr(loss, program.consts)), program.consts)
-    reached: dict[Any, None] = {program.jaxpr.invars[index]: None for index in inputs}
-    for equation in program.jaxpr.eqns:
+def _first_nonlinear(tail: Tail) -> str:
+    """The first equation on the way from the sums to the loss whose derivative is no constant."""
+    loss = cut(tail.program, (), tail.program.jaxpr.outvars[:1]).jaxpr
+    reached = dict.fromkeys(loss.invars[tail.argument_count :])
+    for equation in loss.eqns:
         indices = [
             index for index, var in enumerate(equation.invars) if not isinstance(var, Literal) and var in reached
         ]
-        if not indices:
-            continue
-        reached.update(dict.fromkeys(equation.outvars))
-        operands = [
-            var.val if isinstance(var, Literal) else jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
-            for var in equation.invars
-        ]
-        if not _is_linear(equation, operands, indices):
+        if indices and not _is_linear(equation, indices):
             line = short_line(equation_line(equation))
             return f"{name_of_step(equation)} ({line})" if line else name_of_step(equation)
+        reached.update(dict.fromkeys(equation.outvars if indices else ()))
     return "its derivative"
 
 
-def _is_linear(equation: Any, operands: list[Any], indices: Sequence[int]) -> bool:
-    def change(values: list[Any], tangents: list[Any]) -> Any:
-        def run(*moved: Any) -> Any:
-            merged = list(operands)
-            for index, value in zip(indices, moved, strict=True):
-                merged[index] = value
-            rest = [
-                value if not isinstance(value, jax.ShapeDtypeStruct) else jnp.zeros(value.shape, value.dtype)
-                for value in merged
-            ]
-            return evaluated(equation, rest)
-
-        return jax.jvp(run, tuple(values), tuple(tangents))[1]
-
-    shapes = [operands[index] for index in indices]
+def _is_linear(equation: Any, indices: Sequence[int]) -> bool:
+    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in equation.invars]
     if not all(jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in equation.outvars):
         return False  # a comparison or a count
+
+    def change(values: list[Any], tangents: list[Any]) -> Any:
+        # The values of the other operands do not matter: zeros stand for them.
+        others = [
+            var.val if isinstance(var, Literal) else jnp.zeros(shape.shape, shape.dtype)
+            for var, shape in zip(equation.invars, shapes, strict=True)
+        ]
+        return jax.jvp(in_operands(equation, others, indices), tuple(values), tuple(tangents))[1]
+
+    moved = [shapes[index] for index in indices]
     try:
-        program = jax.make_jaxpr(change)(shapes, shapes)
+        program = jax.make_jaxpr(change)(moved, moved)
     except TypeError:  # results that are integers or booleans have no derivative
         return False
-    return not _depends(program, range(len(shapes)), len(program.out_avals))
+    return not any(needed_inputs(program)[: len(moved)])

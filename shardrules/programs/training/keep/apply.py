@@ -50,7 +50,6 @@ _PREFIX = "kept."
 
 
 def is_kept_name(equation: Any) -> bool:
-    """An equation names an array that is kept."""
     return equation is not None and str(equation.params.get("name", "")).startswith(_PREFIX)
 
 
@@ -210,5 +209,4 @@ def _checkpoint_equation(policy: Any, prevent_cse: bool) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _name_equation(shape: jax.ShapeDtypeStruct, name: str) -> Any:
-    """The equation that gives a name to an array."""
     return jax.make_jaxpr(lambda x: checkpoint_name(x, name))(shape).eqns[0]

@@ -1,5 +1,6 @@
 """The arrays that a backward pass may keep: choices from everything to only the inputs of layers."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias, final
@@ -11,13 +12,12 @@ from shardrules.programs.compiling.model_flops import model_flops
 from shardrules.programs.jaxprs.inline import flattened
 from shardrules.programs.machine.hardware import Hardware
 from shardrules.programs.training.host_state import LEAST_HOST_BYTES
-from shardrules.programs.training.keep.cut import KeptValues, cheapest
+from shardrules.programs.training.keep.cut import KeepProblem, KeptValues, cheapest, kept_values
 from shardrules.programs.training.keep.keep import Keep, KeptUnit
 from shardrules.programs.training.keep.needs import NeedsReader
 from shardrules.programs.training.keep.problem import UnitProblem, unit_problem
-from shardrules.programs.training.keep.subsets import subset_choices
 from shardrules.programs.training.keep.units import find_units
-from shardrules.programs.training.keep.words import host_bytes, keep_words, repeated_flops
+from shardrules.programs.training.keep.words import UnitPart, keep_words, repeated_flops
 
 _ALMOST = 1e-6
 """Choices that differ by this part are the same: capacities of cuts are rounded."""
@@ -69,18 +69,18 @@ class _Choice:
 
     @property
     def is_on_host(self) -> bool:
-        """It keeps an array in the memory of the host."""
         return any(kept.offloaded for unit in self.units for kept, _ in unit)
 
     @classmethod
     def of(cls, problems: Sequence[UnitProblem], units: Sequence[_UnitChoice]) -> "_Choice":
-        parts = [
-            (kept, count / problem.repeats)
-            for problem, unit in zip(problems, units, strict=True)
-            for kept, count in unit
-        ]
+        parts = [(kept, count / problem.repeats) for problem, kept, count in _parts(problems, units)]
         nbytes = round(sum(kept.nbytes * part for kept, part in parts))
         return cls(tuple(units), nbytes, math.fsum(kept.seconds * part for kept, part in parts))
+
+
+def _parts(problems: Sequence[UnitProblem], units: Sequence[_UnitChoice]) -> Iterator[UnitPart]:
+    for problem, unit in zip(problems, units, strict=True):
+        yield from ((problem, kept, count) for kept, count in unit)
 
 
 def _solved(problems: Sequence[UnitProblem], price: float) -> _Choice:
@@ -107,10 +107,29 @@ def _front(problems: Sequence[UnitProblem], written: _Choice) -> list[_Choice]:
 
 
 def _subsets(problem: UnitProblem, choices: Sequence[KeptValues]) -> list[KeptValues]:
-    """The sets of arrays that a loop may keep beside some choices; none for runs of segments, which may keep different
-    arrays."""
+    """Sets that a loop may keep beside some choices: segments of a run may keep different arrays instead."""
     on_device = [kept for kept in choices if kept is not problem.as_written and not kept.offloaded]
     return subset_choices(problem.problem, on_device) if problem.unit.is_loop and on_device else []
+
+
+_MOST_GROUPS = 9
+"""The most groups of arrays that are combined, the largest. All combinations of this many take half a second."""
+
+
+def subset_choices(problem: KeepProblem, choices: Sequence[KeptValues]) -> list[KeptValues]:
+    """Returns choices that keep part of what some `choices` keep: best at no price of memory, yet within some budgets.
+
+    Arrays that all choices keep together, as the queries, keys and values of attention, are not taken apart.
+    """
+    # Arrays that the same choices keep go together, so that there are few combinations.
+    members: dict[tuple[bool, ...], list[int]] = {}
+    for value in sorted({value for choice in choices for value in choice.kept}):
+        members.setdefault(tuple(value in choice.kept for choice in choices), []).append(value)
+    always = members.pop((True,) * len(choices), [])
+    groups = sorted(members.values(), key=lambda group: -sum(problem.values[value].nbytes for value in group))
+    always += [value for group in groups[_MOST_GROUPS:] for value in group]
+    combinations = itertools.product(*(((), group) for group in groups[:_MOST_GROUPS]))
+    return _best([kept_values(problem, {*always, *itertools.chain(*groups)}) for groups in combinations])
 
 
 def _between(
@@ -146,17 +165,8 @@ def _partly_on_host(problem: UnitProblem, choice: KeptValues) -> Iterator[KeptVa
     values = problem.problem.values
     on_host = sorted(choice.offloaded, key=lambda index: (-values[index].nbytes, index))
     for count in range(1, len(on_host)) if problem.unit.is_loop else ():
-        sent, kept = on_host[:count], on_host[count:]
-        kept_bytes = sum(values[index].nbytes for index in kept)
-        saved_seconds = sum(values[index].host_seconds - values[index].keep_seconds for index in kept)
-        yield attrs.evolve(
-            choice,
-            kept=tuple(sorted((*choice.kept, *kept))),
-            offloaded=tuple(sorted(sent)),
-            nbytes=choice.nbytes + kept_bytes,
-            host_bytes=choice.host_bytes - kept_bytes,
-            seconds=choice.seconds - saved_seconds,
-        )
+        kept = *choice.kept, *on_host[count:]
+        yield KeptValues.of(problem.problem, kept, on_host[:count], choice.repeated)
 
 
 def _best(choices: Sequence[KeptValues]) -> list[KeptValues]:
@@ -214,18 +224,16 @@ def _least_gaps(front: Sequence[_Choice], count: int) -> list[_Choice]:
     while len(choices) > max(2, count):
         # What is dropped leaves the smallest gap in memory and time together.
         gaps = [
-            (
-                (before.nbytes - after.nbytes) / most_bytes + abs(after.seconds - before.seconds) / most_seconds,
-                index,
-            )
-            for index, (before, after) in enumerate(zip(choices, choices[2:], strict=False), 1)
+            (before.nbytes - after.nbytes) / most_bytes + abs(after.seconds - before.seconds) / most_seconds
+            for before, after in zip(choices, choices[2:], strict=False)
         ]
-        choices.pop(min(gaps)[1])
+        choices.pop(1 + gaps.index(min(gaps)))
     return choices
 
 
 def _keep(problems: Sequence[UnitProblem], choice: _Choice, replace_checkpoints: bool, flops: int) -> Keep:
     units: list[KeptUnit] = []
+    parts = [*_parts(problems, choice.units)]
     for problem, unit in zip(problems, choice.units, strict=True):
         position, values = problem.unit.position, problem.problem.values
         start = position.start
@@ -243,8 +251,8 @@ def _keep(problems: Sequence[UnitProblem], choice: _Choice, replace_checkpoints:
         tuple(units),
         replace_checkpoints,
         choice.nbytes,
-        host_bytes(problems, choice.units),
+        round(sum(kept.host_bytes * count / problem.repeats for problem, kept, count in parts)),
         choice.seconds,
-        repeated_flops(problems, choice.units) / max(1, flops),
-        keep_words(problems, choice.units),
+        repeated_flops(parts) / max(1, flops),
+        keep_words(parts),
     )

@@ -5,8 +5,9 @@ operands to be available. Keeping costs seconds of memory traffic and the price 
 host and back; computing again costs seconds. Both depend on pairs of choices only, so that the cut is the cheapest.
 """
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import final
 
 import attrs
@@ -55,6 +56,11 @@ class KeepProblem:
     forced: tuple[int, ...]
     """The steps that are computed again in any case, since they hold what cannot be kept from outside."""
 
+    @functools.cached_property
+    def producers(self) -> dict[int, int]:
+        """The step of each value that is computed."""
+        return {value: index for index, step in enumerate(self.steps) for value in step.results}
+
 
 @final
 @attrs.frozen
@@ -68,6 +74,22 @@ class KeptValues:
     nbytes: int
     host_bytes: int
     seconds: float
+
+    @classmethod
+    def of(
+        cls, problem: KeepProblem, kept: Sequence[int], offloaded: Sequence[int], repeated: Iterable[int]
+    ) -> "KeptValues":
+        values, seconds = problem.values, [problem.steps[index].seconds for index in repeated]
+        return cls(
+            tuple(sorted(kept)),
+            tuple(sorted(offloaded)),
+            tuple(sorted(repeated)),
+            sum(values[index].nbytes for index in kept),
+            sum(values[index].nbytes for index in offloaded),
+            sum(values[index].keep_seconds for index in kept)
+            + sum(values[index].host_seconds for index in offloaded)
+            + sum(seconds),
+        )
 
 
 def cheapest(problem: KeepProblem, price: float) -> KeptValues:
@@ -84,23 +106,31 @@ def cheapest(problem: KeepProblem, price: float) -> KeptValues:
     """
     costs = [min(value.keep_seconds + price * value.nbytes, value.host_seconds) for value in problem.values]
     available, repeated = _cut(problem, costs)
-    producers = {value: index for index, step in enumerate(problem.steps) for value in step.results}
-    stored = [value for value in available if producers.get(value) not in repeated]
     kept, offloaded = [], []
     # At this price a value is cheapest on the device or on the host, and the cut counted the cheaper one.
-    for index in stored:
+    for index in available:
         value = problem.values[index]
         is_kept = value.keep_seconds + price * value.nbytes <= value.host_seconds
-        (kept if is_kept else offloaded).append(index)
-    return KeptValues(
-        tuple(kept),
-        tuple(offloaded),
-        tuple(repeated),
-        sum(problem.values[index].nbytes for index in kept),
-        sum(problem.values[index].nbytes for index in offloaded),
-        sum(problem.values[index].keep_seconds for index in kept)
-        + sum(problem.values[index].host_seconds for index in offloaded)
-        + sum(problem.steps[index].seconds for index in repeated),
+        if problem.producers.get(index) not in repeated:
+            (kept if is_kept else offloaded).append(index)
+    return KeptValues.of(problem, kept, offloaded, repeated)
+
+
+def kept_values(problem: KeepProblem, kept: Collection[int]) -> KeptValues:
+    """Returns the choice to keep some values, as far as they are needed, and inputs that all else is computed from."""
+    pending = [*problem.needed, *(value for step in problem.forced for value in problem.steps[step].operands)]
+    repeated, read = dict.fromkeys(problem.forced), dict[int, None]()
+    # Back from what gradients need, to kept values and inputs.
+    while pending:
+        value = pending.pop()
+        step = problem.producers.get(value)
+        if value in kept or step is None:
+            read[value] = None
+        elif step not in repeated:
+            repeated[step] = None
+            pending += problem.steps[step].operands
+    return KeptValues.of(
+        problem, sorted(value for value in read if problem.producers.get(value) not in repeated), (), repeated
     )
 
 
@@ -116,9 +146,8 @@ def _cut(problem: KeepProblem, costs: list[float]) -> tuple[list[int], Mapping[i
         # Of equal cuts that with fewer steps is taken: each costs at least the least that counts.
         edges[start, end] = 2 * _SCALE if cost == math.inf else min(2 * _SCALE, round(cost * unit) + 1)
 
-    producers = {value: index for index, step in enumerate(problem.steps) for value in step.results}
     for value, cost in enumerate(costs):
-        step = producers.get(value)
+        step = problem.producers.get(value)
         connect(2 + value, 1 if step is None else first_step + step, cost)
     for index, step in enumerate(problem.steps):
         connect(first_step + index, 1, step.seconds)

@@ -103,57 +103,36 @@ def _read(equation: Any, is_traced: tuple[bool, ...]) -> EquationNeeds:
             sources.setdefault(var, ("results", index))
     # An array that is passed on is an operand.
     sources.update((var, ("operands", position)) for var, position in zip(jaxpr.invars, positions, strict=True))
-    reader = _ResidualReader(jaxpr, sources)
-    for var in jaxpr.outvars[count:]:
-        if not isinstance(var, Literal) and var not in jaxpr.constvars:
-            reader.add(var)
+    needed, direct, inner = dict[tuple[str, int], None](), dict[tuple[str, int], None](), dict[Any, Any]()
+    is_dear, producers = False, {var: each for each in jaxpr.eqns for var in each.outvars}
+    for residual in jaxpr.outvars[count:]:
+        if isinstance(residual, Literal) or residual in jaxpr.constvars:
+            continue
+        if residual in sources:
+            needed[sources[residual]] = direct[sources[residual]] = None
+        elif residual.aval.shape:
+            inner[residual] = residual.aval
+            # Back to the operands and results that it is computed from.
+            pending, seen = [residual], dict[Any, None]()
+            while pending:
+                var = pending.pop()
+                if isinstance(var, Literal) or var in seen:
+                    continue
+                seen[var] = None
+                if var in sources:
+                    needed[sources[var]] = None
+                elif var in producers:
+                    is_dear |= is_dear_equation(producers[var])
+                    pending += producers[var].invars
     name = equation.primitive.name
     results = tuple(
         index for index, var in enumerate(equation.outvars) if name not in WITHOUT_DERIVATIVE and is_float(var)
     )
     if has_rule(equation) and not any(is_traced[: equation.params["num_consts"]]):
         # What the backward rule reads of its own forward rule can be kept, so that it needs no operands.
-        operands = tuple(sorted(index for side, index in reader.direct if side == "operands"))
+        operands = tuple(sorted(index for side, index in direct if side == "operands"))
         return EquationNeeds(operands, (), traced_results=results, rule=RuleValues.of(equation, is_traced))
-    needs = {
-        side: tuple(sorted(index for kind, index in reader.needs if kind == side)) for side in ("operands", "results")
-    }
-    return EquationNeeds(needs["operands"], needs["results"], tuple(reader.inner.values()), reader.is_dear, results)
-
-
-@final
-@attrs.define(eq=False)
-class _ResidualReader:
-    """Traces what a derivative needs back to the operands and results of its equation."""
-
-    jaxpr: Jaxpr
-    sources: dict[Any, tuple[str, int]]
-    needs: dict[tuple[str, int], None] = attrs.field(factory=dict)
-    direct: dict[tuple[str, int], None] = attrs.field(factory=dict)
-    """Those that the derivative reads itself."""
-    inner: dict[Any, Any] = attrs.field(factory=dict)
-    is_dear: bool = False
-
-    def add(self, residual: Any) -> None:
-        """Adds an array that the derivative needs."""
-        if residual in self.sources:
-            self.needs.setdefault(self.sources[residual])
-            self.direct.setdefault(self.sources[residual])
-            return
-        if not residual.aval.shape:
-            return
-        producers = {var: equation for equation in self.jaxpr.eqns for var in equation.outvars}
-        seen: dict[Any, None] = {}
-        pending, is_dear = [residual], False
-        while pending:
-            var = pending.pop()
-            if isinstance(var, Literal) or var in seen:
-                continue
-            seen[var] = None
-            if var in self.sources:
-                self.needs.setdefault(self.sources[var])
-            elif var in producers:
-                is_dear |= is_dear_equation(producers[var])
-                pending += producers[var].invars
-        self.is_dear |= is_dear
-        self.inner[residual] = residual.aval
+    operands, own_results = (
+        tuple(sorted(index for kind, index in needed if kind == side)) for side in ("operands", "results")
+    )
+    return EquationNeeds(operands, own_results, tuple(inner.values()), is_dear, results)

@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from shardrules.programs.autoplan.graph.machine import Assumptions
 from shardrules.programs.costs.memory import host_seconds, traffic_seconds
+from shardrules.programs.jaxprs.segments import nbytes_of
 from shardrules.programs.machine.hardware import Hardware
 from shardrules.programs.training.keep.cut import KeepProblem, KeptValues, UnitStep, UnitValue, cheapest
 from shardrules.programs.training.keep.needs import EquationNeeds, NeedsReader
@@ -50,7 +51,7 @@ class _Builder:
     least_host_bytes: float
     values: list[UnitValue] = attrs.field(factory=list)
     indices: dict[Any, int] = attrs.field(factory=dict)
-    """For each variable that is not in memory anyway its value."""
+    """The value of each variable that is not in memory anyway."""
     steps: list[UnitStep] = attrs.field(factory=list)
     needed: dict[int, None] = attrs.field(factory=dict)
     read_as_written: dict[int, None] = attrs.field(factory=dict)
@@ -86,7 +87,6 @@ class _Builder:
         return KeptValues(tuple(self.read_as_written), (), (), nbytes, 0, seconds)
 
     def add_equation(self, index: int, needs: EquationNeeds, seconds: float, is_written: Sequence[bool]) -> None:
-        """Adds an equation, what it computes and what its derivative reads."""
         equation = self.unit.body.eqns[index]
         operands, inside = self.values_of(equation.invars), dict[int, int]()
         if needs.rule is not None:
@@ -109,7 +109,7 @@ class _Builder:
         # A derivative reads the results as its own equation returns them, before they have a name to be kept by.
         if needs.is_inner_dear or own_results:
             self.forced.append(index)
-        self.inner_bytes += self.unit.run_count * sum(map(_aval_bytes, needs.inner))
+        self.inner_bytes += self.unit.run_count * sum(map(nbytes_of, needs.inner))
 
     def values_of(self, variables: Sequence[Any]) -> tuple[int, ...]:
         """The values of variables, without those that are in memory anyway."""
@@ -117,8 +117,7 @@ class _Builder:
         return tuple(dict.fromkeys(index for index in indices if index is not None))
 
     def add_value(self, aval: Any, position: tuple[int, int], is_written: bool) -> int:
-        """Adds a value, and returns its index."""
-        nbytes = _aval_bytes(aval)
+        nbytes = nbytes_of(aval)
         # A loop copies what it keeps of a round into a stack. What is fused into other kernels is written first.
         copies = (_STACK_COPIES - 1) * self.unit.is_loop + (not is_written)
         keep_seconds = traffic_seconds(copies * nbytes * self.unit.run_count, self.hardware)
@@ -134,7 +133,3 @@ class _Builder:
 
 _STACK_COPIES = 3
 """The bytes that keeping an array of a round moves, over its own: it is written, read and written into the stack."""
-
-
-def _aval_bytes(aval: Any) -> int:
-    return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 4)

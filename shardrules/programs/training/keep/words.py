@@ -30,20 +30,18 @@ _FORMS = (*VIEWS, "transpose", "convert_element_type", "split", "slice", "broadc
 """Primitives whose results are what they take, in another form: an array is named by what computes it."""
 
 
-UnitParts: TypeAlias = Sequence[tuple[KeptValues, int]]
-"""The arrays kept of some segments of a unit, and the number of segments."""
+UnitPart: TypeAlias = tuple[UnitProblem, KeptValues, int]
+"""A unit, the arrays kept of some of its segments, and the number of these."""
 
 
-def keep_words(problems: Sequence[UnitProblem], chosen: Sequence[UnitParts]) -> tuple[str | int, ...]:
+def keep_words(parts: Sequence[UnitPart]) -> tuple[str | int, ...]:
     """Says what each unit keeps, what goes to the host and what is computed again, with numbers of bytes apart."""
     words: list[str | int] = []
-    is_plural = len(problems) > 1 or any(len(parts) > 1 for parts in chosen)
-    for problem, parts in zip(problems, chosen, strict=True):
-        for kept, count in parts:
-            layers = count * problem.unit.run_count // problem.repeats
-            words += ["; "] if words else []
-            words += [f"{layers} layer{'s' * (layers != 1)}: "] if is_plural else []
-            words += _kept_words(problem, kept, count / problem.repeats)
+    for problem, kept, count in parts:
+        layers = count * problem.unit.run_count // problem.repeats
+        words += ["; "] if words else []
+        words += [f"{layers} layer{'s' * (layers != 1)}: "] if len(parts) > 1 else []
+        words += _kept_words(problem, kept, count / problem.repeats)
     return tuple(words) or ("keeps everything",)
 
 
@@ -59,23 +57,11 @@ def _kept_words(problem: UnitProblem, kept: KeptValues, part: float) -> Iterator
     yield f"recomputes {_steps_text(problem, kept.repeated)}"
 
 
-def host_bytes(problems: Sequence[UnitProblem], chosen: Sequence[UnitParts]) -> int:
-    """The bytes that are kept on the host."""
-    return round(
-        sum(
-            kept.host_bytes * count / problem.repeats
-            for problem, parts in zip(problems, chosen, strict=True)
-            for kept, count in parts
-        )
-    )
-
-
-def repeated_flops(problems: Sequence[UnitProblem], chosen: Sequence[UnitParts]) -> float:
+def repeated_flops(parts: Sequence[UnitPart]) -> float:
     """The FLOPs that are computed again."""
     return sum(
         problem.unit.run_count * count / problem.repeats * flops_of(problem.unit.body.eqns[step])
-        for problem, parts in zip(problems, chosen, strict=True)
-        for kept, count in parts
+        for problem, kept, count in parts
         for step in kept.repeated
     )
 

@@ -26,11 +26,11 @@ from shardrules.programs.autoplan.traced.program import read_jaxpr
 from shardrules.programs.training.batch import ExampleDims
 from shardrules.programs.training.cluster import Cluster, Shape
 from shardrules.programs.training.host_state import array_bytes, host_state
+from shardrules.programs.training.keep.apply import is_kept_name
 from shardrules.programs.training.keep.choices import keep_choices
 from shardrules.programs.training.keep.keep import Keep
 from shardrules.programs.training.loss import TracedLoss
 from shardrules.programs.training.microbatches import SplitLoss, forward_program
-from shardrules.programs.training.search.kept import kept_on_device
 from shardrules.programs.training.search.paired import least_paired_bytes, paired_bytes, pairs_rounds
 from shardrules.programs.training.stages.layers import LayerLoop
 from shardrules.programs.training.stages.layouts import stage_layouts
@@ -132,13 +132,11 @@ class TrainingProblem:
         return [False] * model + [index in recipe.host_state for index in range(state)] + [False] * batch
 
     def step_of(self, recipe: Recipe) -> TrainingStep:
-        """Returns the step with a recipe."""
         dims = self.loss.split.named_example_dims
         return attrs.evolve(self.step, recipe=recipe, example_dims=dims, planned_batch=self.batch)
 
     @functools.cached_property
     def limit_bytes(self) -> int:
-        """The most memory that a device may use."""
         return memory_limit(self.options.memory_limit, self.cluster.hardware)
 
     @functools.cached_property
@@ -175,7 +173,6 @@ class TrainingProblem:
             self.loss.check()
 
     def check_split(self, microbatches: int) -> None:
-        """Raises an error if the loss cannot be computed by so many microbatches."""
         with axis_names_of(self.mesh):
             forward_program(self.loss, microbatches)
 
@@ -235,7 +232,6 @@ class TrainingProblem:
 
     @property
     def _least_split(self) -> int:
-        """The least number of microbatches that the batch can be split into."""
         examples = self.loss.batch_size
         return next((count for count in range(2, examples + 1) if examples % count == 0), 2)
 
@@ -288,7 +284,6 @@ class Outcome:
         return self.peak_bytes if self.result is None else int(self.result.peak_bytes) + self.paired_bytes
 
     def plan(self, problem: TrainingProblem) -> AutoPlan:
-        """Returns the plan of the step."""
         assert self.result is not None, "a refused mesh has no plan"
         query = problem.query(self.shape, self.recipe)
         return attrs.evolve(query.plan(self.result), mesh=problem.cluster.public_mesh(query.mesh))
@@ -353,8 +348,29 @@ def plan_once(
     )
 
 
+def kept_on_device(planned: AutoPlan, recipe: Recipe, batch_splits: int) -> Keep:
+    """Returns what the backward pass keeps, with the bytes of each device by the layouts of a plan.
+
+    Values kept by parts that stay as written have no name: they count as split like those that have one, or like the
+    batch if none has.
+    """
+    keep, sizes, program = recipe.keep, mesh_sizes(planned.mesh), planned.task.problem.program
+    whole_bytes = local_bytes = 0
+    for operation in program.operations:
+        if operation.name == "name" and is_kept_name(operation.equation):
+            (index,) = operation.results
+            array, count = program.arrays[index], operation.run_count
+            whole_bytes += count * array.nbytes
+            local_bytes += count * shard_bytes(array.shape, array.dtype, planned.spec_of(index), sizes)
+    kept_bytes = keep.kept_bytes + keep.host_bytes
+    if not kept_bytes:
+        return keep
+    # Stages keep what all microbatches need, and those that wait compute, too.
+    rounds = recipe.rounds / recipe.chunks
+    return keep.scaled(rounds * (local_bytes / whole_bytes if whole_bytes else 1 / (recipe.stages * batch_splits)))
+
+
 def argument_bytes(plan: AutoPlan) -> list[int]:
-    """Returns what each argument of a planned step takes of a device."""
     sizes, call = mesh_sizes(plan.mesh), plan.call
     by_argument = [0] * len(plan.args)
     for array, spec, owner, is_on_host in zip(

@@ -43,7 +43,7 @@ class TrainingSearch:
     limit_bytes: float = attrs.field(default=attrs.Factory(lambda search: search.problem.limit_bytes, takes_self=True))
     """The bytes that plans may take by the model."""
     free: dict[Shape, Outcome] = attrs.field(factory=dict)
-    """For each mesh the fastest recipe, without a limit of memory."""
+    """The fastest recipe of each mesh, without a limit of memory."""
     columns: dict[tuple[Shape, Recipe], Outcome] = attrs.field(factory=dict)
     """For other numbers of microbatches the same."""
     outcomes: dict[tuple[Shape, Recipe], Outcome] = attrs.field(factory=dict)
@@ -55,13 +55,13 @@ class TrainingSearch:
     answer_seconds: float = 0.0
     """The time to answer, once the search is over."""
     is_cut: bool = False
-    """True once the time was up in the middle of a plan."""
+    """The time was up in the middle of a plan."""
     most_count: int = 90
     """The plans at most, chosen by hand: 2 to 4 seconds each for scanned layers on one core."""
     host_part: float = 0.0
     """The part of the optimizer's state on hosts, in recipes that are made."""
     is_late: bool = False
-    """True once the time was up before the search was done."""
+    """The time was up before the search was done."""
     why_no_stages: str = ""
     """The reason that layers are not in stages; empty where they are."""
 
@@ -156,7 +156,6 @@ class TrainingSearch:
 
     @property
     def planned(self) -> list[Outcome]:
-        """The plans, within the limit and without."""
         outcomes = (*self.outcomes.values(), *self.free.values(), *self.columns.values())
         return [outcome for outcome in outcomes if outcome.result is not None]
 
@@ -189,7 +188,6 @@ class TrainingSearch:
 
     @property
     def has_time(self) -> bool:
-        """Returns whether there is time for another plan, and for the answer."""
         return self.deadline.seconds_left > self.longest_seconds + self.answer_seconds
 
     def first_keep(self, microbatches: int) -> int:
@@ -238,7 +236,6 @@ class TrainingSearch:
             self.fit(shape)
 
     def fit(self, shape: Shape) -> None:
-        """Looks for the best plan that fits on a mesh."""
         free, least_bytes = self.free[shape], float("inf")
         # What takes longest to reduce, each of several microbatches, bounds nothing.
         is_bound = free.recipe.microbatches == 1
@@ -253,25 +250,20 @@ class TrainingSearch:
             for groups in dict.fromkeys((splits, 1) if divides else (1,)):
                 keeps_all |= self.fit_column(shape, microbatches, groups)
             # More microbatches only cost time where they let the backward pass keep more.
-            is_worse = self.least_seconds(shape, microbatches // 2) < self.least_seconds(shape, microbatches)
-            before, least_bytes = least_bytes, self.least_bytes(shape, microbatches)
+            fewer, current = (self.on_mesh(shape, count) for count in (microbatches // 2, microbatches))
+            before, least_bytes = least_bytes, min((each.peak_bytes for each in current), default=0.0)
+            seconds = [[each.seconds for each in outcomes if each.fits] for outcomes in (fewer, current)]
+            is_worse = min(seconds[0], default=math.inf) < min(seconds[1], default=math.inf)
             # The factor is chosen by hand: without it, searches go on to single examples for hardly a per cent.
             if keeps_all or self.is_over or is_worse or least_bytes > before * 0.98:
                 return
 
-    def on_mesh(self, shape: Shape, microbatches: int) -> Iterator[Outcome]:
-        """Yields the outcomes on a mesh with so many microbatches."""
-        for (other, recipe), outcome in self.outcomes.items():
-            if other == shape and recipe.microbatches == microbatches:
-                yield outcome
-
-    def least_bytes(self, shape: Shape, microbatches: int) -> float:
-        outcomes = self.on_mesh(shape, microbatches)
-        return min((outcome.peak_bytes for outcome in outcomes if outcome.result is not None), default=0.0)
-
-    def least_seconds(self, shape: Shape, microbatches: int) -> float:
-        outcomes = self.on_mesh(shape, microbatches)
-        return min((outcome.seconds for outcome in outcomes if outcome.fits), default=float("inf"))
+    def on_mesh(self, shape: Shape, microbatches: int) -> list[Outcome]:
+        """The plans on a mesh with so many microbatches."""
+        plans = [
+            outcome for (other, _), outcome in self.outcomes.items() if other == shape and outcome.result is not None
+        ]
+        return [outcome for outcome in plans if outcome.recipe.microbatches == microbatches]
 
     def counts(self, splits: int) -> Iterator[int]:
         """Yields numbers of microbatches: 1, 2, 4, ..., as long as all devices have examples of each."""
@@ -446,7 +438,6 @@ def first_fitting(keep_indices: Sequence[int], fits: Callable[[int], bool]) -> i
 
 
 def _is_same(first: Outcome, second: Outcome) -> bool:
-    """Returns whether two meshes have the same layouts under other names, as far as costs tell."""
     pairs = (first.seconds, second.seconds), (first.peak_bytes, second.peak_bytes)
     # Sums in another order differ by less.
     return first.recipe == second.recipe and all(math.isclose(*pair, rel_tol=1e-6) for pair in pairs)

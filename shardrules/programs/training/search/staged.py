@@ -58,7 +58,6 @@ class Staging:
 
     @property
     def rounds(self) -> int:
-        """The chunks of microbatches that a stage has time for."""
         return tick_count(self.stages, self.microbatches, self.chunks)
 
     def least_seconds(self, compute_seconds: float, layers: int) -> float:
@@ -83,16 +82,14 @@ class StageSearch:
 
     def run(self) -> None:
         """Plans, and notes why the best plan has no stages."""
-        self.search.why_no_stages = "stages=1" if self.search.stages == 1 else self.outcome_text()
-
-    def outcome_text(self) -> str:
-        """As `planned`. Where stages are not asked for, an error does not lose the plans without them."""
-        if self.search.stages is not None:
-            return self.planned()
         try:
-            return self.planned()
-        except Exception as error:  # noqa: BLE001  the plan says what it is
-            return _failure_text(error)
+            why = "stages=1" if self.search.stages == 1 else self.planned()
+        except Exception as error:
+            # Where stages are not asked for, an error does not lose the plans without them.
+            if self.search.stages is not None:
+                raise
+            why = f"planning them failed: {type(error).__name__}: {' '.join(str(error).split())}"
+        self.search.why_no_stages = why
 
     def planned(self) -> str:
         """Plans, and says why the best plan has no stages; empty where it has some."""
@@ -224,14 +221,14 @@ class StageSearch:
         return staging.least_seconds(compute, self.problem.layer_count)
 
     def plan(self, staging: Staging) -> None:
-        """Looks for the best plan of a set-up that fits."""
         keeps = self.keeps(staging)
         free = self.plan_one(staging, keeps[0], is_free=True)
         if free.result is None:
             self.why_none = self.why_none or free.refusal
             return
         self.plans[staging] = free
-        if not free.fits and self.may_win(free):
+        best = self.search.best
+        if not free.fits and (best is None or free.seconds < best.seconds):
             first_fitting(range(len(keeps)), lambda index: self.plan_one(staging, keeps[index]).fits)
 
     def keeps(self, staging: Staging) -> list[Keep]:
@@ -241,12 +238,7 @@ class StageSearch:
         first = min(range(len(keeps)), key=lambda index: (keeps[index].seconds, index))
         return [keeps[first], *(keep for keep in keeps[first + 1 :] if rounds * keep.host_bytes <= most)]
 
-    def may_win(self, free: Outcome) -> bool:
-        best = self.search.best
-        return best is None or free.seconds < best.seconds
-
     def plan_one(self, staging: Staging, keep: Keep, *, is_free: bool = False) -> Outcome:
-        """Plans with what the backward pass keeps."""
         search = self.search
         recipe = attrs.evolve(
             search.recipe(staging.microbatches, 1), keep=keep, stages=staging.stages, chunks=staging.chunks
@@ -257,7 +249,6 @@ class StageSearch:
         return outcome
 
     def why_not(self, first: Staging, least: float) -> str:
-        """Says why the best plan has no stages."""
         waits = f"with {first}, stages wait in {first.stages - 1} of {first.rounds} rounds"
         fitting = [outcome for outcome in self.search.outcomes.values() if outcome.fits and outcome.recipe.stages > 1]
         if not self.plans:
@@ -278,8 +269,3 @@ class StageSearch:
             f"microbatches{chunks}, takes {seconds_text(fastest.seconds)}{limit}: stages wait in "
             f"{staging.stages - 1} of {staging.rounds} rounds"
         )
-
-
-def _failure_text(error: Exception) -> str:
-    """Says why there are no plans with stages where planning them failed, and others do not depend on it."""
-    return f"planning them failed: {type(error).__name__}: {' '.join(str(error).split())}"

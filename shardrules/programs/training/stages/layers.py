@@ -1,6 +1,6 @@
 """The loop over the layers of a program, which stages can share, and what comes before and after it."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, final
 
 import attrs
@@ -12,7 +12,7 @@ from shardrules.programs.compiling.model_flops import model_flops
 from shardrules.programs.jaxprs.bodies import scan_of
 from shardrules.programs.jaxprs.calls import is_cond, is_scan
 from shardrules.programs.jaxprs.segments import segment_program
-from shardrules.programs.jaxprs.walk import inner_runs, open_jaxpr, programs_in, reads
+from shardrules.programs.jaxprs.walk import inner_runs, open_jaxpr, reads, runs
 from shardrules.programs.training.stages.rolled import rolled
 
 _MOST_OUTSIDE = 0.5
@@ -102,6 +102,10 @@ def _main_loop(program: ClosedJaxpr) -> tuple[int, float]:
 
 def _check_layers(loop: Any, by_microbatch: Collection[Any]) -> None:
     """Raises an error for layers that compute something else where several are computed at once."""
+
+    def is_kernel(equation: Any) -> bool:
+        return equation.primitive.name == "pallas_call"  # several at once have a larger grid
+
     if not any(var in by_microbatch for var in reads([loop])):
         raise MicrobatchError("its loop over layers reads nothing of the batch")
     body, const_count = open_jaxpr(scan_of(loop).body), scan_of(loop).const_count
@@ -114,21 +118,13 @@ def _check_layers(loop: Any, by_microbatch: Collection[Any]) -> None:
     for equation in body.eqns:
         if any(var in differs for var in reads([equation])):
             differs.update(dict.fromkeys(equation.outvars))
-            if any(map(is_cond, (equation, *_inside(equation)))):
+            if any(is_cond(run.equation) for run in runs([equation], is_kernel)):
                 line = equation_line(equation)
                 raise MicrobatchError(
                     "its layers branch (jax.lax.cond), and stages that compute at once would compute all branches"
                     + (f" ({short_line(line)})" if line else "")
                 )
-    avals = [var.aval for equation in (*body.eqns, *_inside(loop)) for var in (*equation.invars, *equation.outvars)]
+    inside = [run.equation for run in runs(body.eqns, is_kernel)]
+    avals = [var.aval for equation in inside for var in (*equation.invars, *equation.outvars)]
     if any("rbg" in str(getattr(aval, "dtype", "")) for aval in avals):
         raise MicrobatchError("its layers draw random numbers by rbg, which draws others for several stages at once")
-
-
-def _inside(equation: Any) -> Iterator[Any]:
-    """The equations of all programs in an equation, except for kernels: several at once have a larger grid."""
-    if equation.primitive.name != "pallas_call":
-        for program in programs_in(equation):
-            for each in open_jaxpr(program).eqns:
-                yield each
-                yield from _inside(each)

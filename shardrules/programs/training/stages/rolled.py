@@ -15,14 +15,14 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
-from shardrules.programs.compiling.model_flops import model_flops
+from shardrules.programs.compiling.model_flops import flops_of
 from shardrules.programs.jaxprs.equality import equal_params, literal_value
 from shardrules.programs.jaxprs.inline import flattened
+from shardrules.programs.jaxprs.repeats import EqualSegments, find_runs
 from shardrules.programs.jaxprs.rewrite import reading, replaced
 from shardrules.programs.jaxprs.segments import nbytes_of, segment_program, struct
 from shardrules.programs.jaxprs.walk import reads
 from shardrules.programs.training.examples.derivatives import pulled_back
-from shardrules.programs.training.keep.units import UnitPosition, find_runs
 
 
 def rolled(program: ClosedJaxpr) -> ClosedJaxpr | None:
@@ -43,10 +43,9 @@ def rolled(program: ClosedJaxpr) -> ClosedJaxpr | None:
     """
     body = program.jaxpr
 
-    def flops(run: UnitPosition) -> float:
-        return run.repeats * model_flops(segment_program(body.eqns[run.start :][: run.length], []))
-
-    for run in sorted(find_runs(body, 0, len(body.eqns), as_loops=True), key=flops, reverse=True):
+    flops = [flops_of(equation) for equation in body.eqns]
+    runs = find_runs(body, flops, as_loops=True)
+    for run in sorted(runs, key=lambda run: run.repeats * sum(flops[run.start :][: run.length]), reverse=True):
         layers = _Layers.of(body, run)
         if layers is not None:
             return layers.rolled(program)
@@ -63,12 +62,12 @@ class _Layers:
     """A run of equal segments of a program."""
 
     body: Jaxpr
-    run: UnitPosition
+    run: EqualSegments
     first: Sequence[int]
     """The equations of a segment, by index, that are computed for all segments before the loop."""
 
     @classmethod
-    def of(cls, body: Jaxpr, run: UnitPosition) -> "_Layers | None":
+    def of(cls, body: Jaxpr, run: EqualSegments) -> "_Layers | None":
         """The layers of a run, if all equations that differ between segments can be computed before."""
         layers = cls(body, run, ())
         different = [index for index in range(run.length) if not _is_same(layers.equations(index))]
@@ -82,25 +81,18 @@ class _Layers:
             if index in first:
                 first.update(dict.fromkeys(layers.producers(index)))
         layers = cls(body, run, sorted(first))
-        has_effects = any(equation.effects for equation in body.eqns[run.start : layers.stop])
+        has_effects = any(equation.effects for equation in body.eqns[run.start : layers.run.stop])
         # Without arrays of their own, such as weights, there is nothing to put in stages.
         return None if has_effects or layers.inputs is None or not layers.inputs.pieces else layers
 
     @property
-    def stop(self) -> int:
-        return self.run.start + self.run.length * self.run.repeats
-
-    @property
     def rest(self) -> list[int]:
-        """The equations of a segment, by index, that are in the loop."""
         return [index for index in range(self.run.length) if index not in self.first]
 
     def equations(self, index: int) -> list[Any]:
-        """The equation of each segment."""
-        return list(self.body.eqns[self.run.start + index : self.stop : self.run.length])
+        return list(self.body.eqns[self.run.start + index : self.run.stop : self.run.length])
 
     def columns(self, index: int) -> Iterator[_Column]:
-        """The operands of an equation."""
         return zip(*(equation.invars for equation in self.equations(index)), strict=True)
 
     def has_other_literals(self, index: int) -> bool:
@@ -110,7 +102,8 @@ class _Layers:
     def grows(self, index: int) -> bool:
         """An equation computes more than the largest array that it reads."""
         equation = self.equations(index)[0]
-        return sum(map(nbytes_of, equation.outvars)) > max(map(nbytes_of, equation.invars), default=0)
+        results, operands = ([nbytes_of(var.aval) for var in side] for side in (equation.outvars, equation.invars))
+        return sum(results) > max(operands, default=0)
 
     @functools.cached_property
     def sources(self) -> dict[Any, tuple[int, int, int]]:
@@ -161,7 +154,9 @@ class _Layers:
                 result = sources[1]
                 if sources[0] is not None or result is None or len(following) > 1:
                     return None
-                if before != [*range(len(before))] or not _is_alike(column):
+                # The first segment has to read arrays of the same shape and dtype as the others.
+                types = {(var.aval.shape, var.aval.dtype) for var in column}
+                if before != [*range(len(before))] or len(types) > 1:
                     return None
                 inputs.carry.setdefault(_key(column), (column[0], result[1:]))
         return inputs
@@ -170,8 +165,9 @@ class _Layers:
         """The program, whose body this is, with the loop."""
         body, inputs = self.body, self.inputs
         assert inputs is not None, "layers of a loop have inputs"
-        before = [each for index in range(self.run.repeats) for each in self._segment(index, self.first)]
-        after = body.eqns[self.stop :]
+        starts = range(self.run.start, self.run.stop, self.run.length)
+        before = [body.eqns[start + index] for start in starts for index in self.first]
+        after = body.eqns[self.run.stop :]
         read = {*reads(after)}
         read |= {var for var in body.outvars if not isinstance(var, Literal)}
         rows = dict.fromkeys(
@@ -182,7 +178,8 @@ class _Layers:
         # What only the last segment hands on is what the loop ends with.
         ends = [result for result, column in results.items() if result in last and not read & {*column[:-1]}]
         stacked = [result for result in results if result not in ends]
-        operands = (var for column in inputs.columns() for var in column)
+        columns = *inputs.consts.values(), *((first,) for first, _ in inputs.carry.values()), *inputs.pieces.values()
+        operands = (var for column in columns for var in column)
         variables = list(dict.fromkeys(var for var in operands if not isinstance(var, Literal)))
 
         def run(*values: Any) -> list[Any]:
@@ -202,10 +199,6 @@ class _Layers:
             outvars=[replaced(var, computed) for var in body.outvars],
         )
         return ClosedJaxpr(rolled, [*program.consts, *traced.consts])
-
-    def _segment(self, segment: int, indices: Sequence[int]) -> list[Any]:
-        start = self.run.start + segment * self.run.length
-        return [self.body.eqns[start + index] for index in indices]
 
     def _results(self, result: tuple[int, int]) -> _Column:
         index, position = result
@@ -261,24 +254,13 @@ class _Inputs:
     pieces: dict[Any, _Column] = attrs.field(factory=dict)
     """The arrays that each segment has of its own."""
 
-    def columns(self) -> Iterator[_Column]:
-        yield from self.consts.values()
-        yield from ((first,) for first, _ in self.carry.values())
-        yield from self.pieces.values()
-
 
 def _key(column: _Column) -> Any:
-    """The identity of a column."""
     return tuple(literal_value(var) if isinstance(var, Literal) else var for var in column)
 
 
 def _is_one_value(column: _Column) -> bool:
     return len({*_key(column)}) == 1
-
-
-def _is_alike(column: _Column) -> bool:
-    """The first segment reads arrays of the same shape and dtype as the others."""
-    return len({(var.aval.shape, var.aval.dtype) for var in column}) == 1
 
 
 def _is_same(equations: Sequence[Any]) -> bool:

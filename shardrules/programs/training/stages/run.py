@@ -36,7 +36,7 @@ STAGE_AXIS = "stage"
 
 
 def tick_count(stages: int, microbatches: int, chunks: int = 1) -> int:
-    """In how many ticks all microbatches have gone through all chunks of all stages."""
+    """The ticks in which all microbatches go through all chunks of all stages."""
     return chunks * microbatches + stages - 1
 
 
@@ -72,7 +72,6 @@ class StagedProgram:
 
     @functools.cached_property
     def loop(self) -> LayerLoop:
-        """The layers."""
         return LayerLoop.of(self.program, self.batched)
 
     def __call__(self, *inputs: Any) -> list[Any]:
@@ -104,7 +103,6 @@ class StagedProgram:
         return dict(zip(results, run(*(values[var] for var in body.invars)), strict=True))
 
     def _layers(self, values: dict[Any, Any]) -> list[Any]:
-        """Runs the layers, tick by tick."""
         equation = self.loop.equation
         loop = scan_of(equation)
         operands = [self._read(var, values) for var in equation.invars]
@@ -148,7 +146,7 @@ class StagedProgram:
         return lax.rem(tick, jnp.int32(self.stages * self.chunks)) < self.stages
 
     def _visits(self, tick: Any) -> tuple[Any, Any]:
-        """For each stage the microbatch that it has in a tick, and for which chunk."""
+        """The microbatch of each stage in a tick, and its chunk."""
         visit = jnp.clip(tick - jnp.arange(self.stages), 0, self.chunks * self.microbatches - 1)
         if self.chunks == 1:
             return visit, None
@@ -196,7 +194,6 @@ class StagedProgram:
 
     @property
     def _depth(self) -> int:
-        """The number of layers of a chunk of a stage."""
         return -(-self.loop.layer_count // (self.chunks * self.stages))
 
     def _run_stages(

@@ -1,4 +1,4 @@
-"""Which plans are compiled, which of them is returned, and what compilers make of arrays in the memory of hosts."""
+"""Plans that are compiled, the one that is returned, and arrays in the memory of hosts."""
 
 import functools
 from collections.abc import Callable
@@ -8,12 +8,9 @@ from typing import Any
 import attrs
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 from shardrules.core.errors import CompileError, DoesNotFitError
-from shardrules.programs.autoplan.graph.machine import Assumptions
-from shardrules.programs.autoplan.query import QueryOptions
 from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.training.answer.make import proved_plan
 from shardrules.programs.training.answer.plan import TrainingPlan
@@ -21,7 +18,8 @@ from shardrules.programs.training.answer.prove import ProvedPlan, plans_to_prove
 from shardrules.programs.training.cluster import Cluster
 from shardrules.programs.training.search.problem import Outcome, TrainingProblem, plan_once
 from shardrules.programs.training.search.search import TrainingSearch
-from shardrules.programs.training.step import Recipe, TrainingStep
+from shardrules.programs.training.step import Recipe
+from tests.programs.training.checks import problem_of
 
 LAYERS, WIDTH, ROWS = 8, 1024, 262144
 
@@ -34,13 +32,12 @@ def loss(model: Any, x: Any) -> Any:
     return jnp.mean(jax.lax.scan(layer, x, model)[0].astype(jnp.float32) ** 2)
 
 
-def problem(target: str = "cuda:h100:8", layers: int = LAYERS, width: int = WIDTH, rows: int = ROWS) -> TrainingProblem:
+def problem(
+    target: str = "cuda:h100:8", layers: int = LAYERS, width: int = WIDTH, rows: int = ROWS, limit: int | None = None
+) -> TrainingProblem:
     shape = jax.ShapeDtypeStruct
     model = shape((layers, width, 4 * width), jnp.float32), shape((layers, 4 * width, width), jnp.float32)
-    step, cluster = TrainingStep(loss, optax.adam(1e-3)), Cluster.of(target)
-    options = QueryOptions(None, None, cluster.hardware, Assumptions(), 600, False)
-    state = jax.eval_shape(step.init_state, model)
-    return TrainingProblem(step, model, state, shape((rows, width), jnp.bfloat16), cluster, options)
+    return problem_of(loss, model, shape((rows, width), jnp.bfloat16), Cluster.of(target), limit=limit)
 
 
 def test_plans_nearly_as_fast_that_differ_are_compiled_first() -> None:
@@ -78,8 +75,7 @@ def proved_by(
 
 
 def small_search(limit: int | None = None) -> TrainingSearch:
-    training = problem("cpu:8", layers=2, width=64, rows=2048)
-    training = attrs.evolve(training, options=attrs.evolve(training.options, memory_limit=limit))
+    training = problem("cpu:8", layers=2, width=64, rows=2048, limit=limit)
     search = TrainingSearch(training, None, 1, NO_DEADLINE, lambda text: None)
     search.run()
     return search

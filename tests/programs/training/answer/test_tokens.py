@@ -1,4 +1,4 @@
-"""Which arrays of a batch are tokens."""
+"""Arrays of a batch that are tokens."""
 
 from typing import Any
 

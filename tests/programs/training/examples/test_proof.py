@@ -1,4 +1,4 @@
-"""What is known of each array of a loss."""
+"""Facts of each array of a loss."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a loss computes from sums over its examples."""
+"""The end of a loss, from sums over its examples."""
 
 from collections.abc import Callable
 from typing import Any

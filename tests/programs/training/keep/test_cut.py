@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from shardrules.programs.training.keep.cut import KeepProblem, UnitStep, UnitValue, cheapest
+from shardrules.programs.training.keep.choices import subset_choices
+from shardrules.programs.training.keep.cut import KeepProblem, UnitStep, UnitValue, cheapest, kept_values
 
 
 def random_problem(seed: int) -> KeepProblem:
@@ -49,6 +50,9 @@ def test_no_subset_is_cheaper(price: float) -> None:
         kept = cheapest(problem, price)
         host = sum(problem.values[index].host_seconds for index in kept.offloaded)
         assert host < math.inf
+        if not kept.offloaded:
+            same = kept_values(problem, kept.kept)
+            assert (same.nbytes, same.seconds) == (kept.nbytes, pytest.approx(kept.seconds))
         assert kept.seconds + price * kept.nbytes == pytest.approx(least_cost(problem, price), rel=1e-6, abs=1e-7)
 
 
@@ -62,3 +66,20 @@ def test_what_is_needed_is_kept_or_computed_from_what_is_kept() -> None:
             available.update(problem.steps[index].results)
         assert set(problem.needed) <= available
         assert set(problem.forced) <= set(kept.repeated)
+
+
+def test_arrays_that_no_price_tells_apart_are_kept_alone_too() -> None:
+    # Three results of the input: the large one saves a little more for each byte than the two small ones.
+    sizes, seconds = (128, 64, 64), (12.9, 6.0, 6.0)
+    values = [UnitValue((-1, 0), 0, 0.0, math.inf)]
+    values += [UnitValue((index, 0), size, 0.0, math.inf) for index, size in enumerate(sizes)]
+    steps = tuple(UnitStep(each, (0,), (index + 1,)) for index, each in enumerate(seconds))
+    problem = KeepProblem(tuple(values), steps, (1, 2, 3), ())
+    by_price = [cheapest(problem, price) for price in (0.0, 0.097, 1.0)]
+    assert [choice.nbytes for choice in by_price] == [256, 128, 0]
+    large = subset_choices(problem, by_price)
+    assert [choice.nbytes for choice in large] == [256, 128, 0]  # the small ones always go together
+    apart = subset_choices(problem, [*by_price, kept_values(problem, (2,))])
+    assert [choice.nbytes for choice in apart] == [256, 192, 128, 64, 0]
+    times = [choice.seconds for choice in apart]
+    assert times == sorted(times)

@@ -1,4 +1,4 @@
-"""What derivatives of equations need of the forward pass."""
+"""Arrays of the forward pass that derivatives of equations need."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,15 +34,11 @@ def test_only_gradients_that_are_asked_for_need_operands(
     assert needs_of(function, X, W, traced=traced)[-1].operands == operands
 
 
-def test_an_exponential_needs_its_result() -> None:
-    (needs,) = needs_of(jnp.exp, X)
-    assert (needs.operands, needs.results) == ((), (0,))
-
-
-def test_a_sine_needs_its_operand_for_the_cosine() -> None:
-    (needs,) = needs_of(jnp.sin, X)
-    assert (needs.operands, needs.results, needs.is_inner_dear) == ((0,), (), False)
-    assert [aval.shape for aval in needs.inner] == [X.shape]
+def test_an_exponential_needs_its_result_and_a_sine_its_operand() -> None:
+    exponential, sine = (needs_of(function, X)[0] for function in (jnp.exp, jnp.sin))
+    assert (exponential.operands, exponential.results) == ((), (0,))
+    assert (sine.operands, sine.results, sine.is_inner_dear) == ((0,), (), False)
+    assert [aval.shape for aval in sine.inner] == [X.shape]  # the cosine
 
 
 def test_what_no_gradient_reaches_needs_nothing() -> None:

@@ -1,4 +1,4 @@
-"""What kernels with backward rules of their own leave for them can be kept."""
+"""Kernels with backward rules of their own: what they leave for these can be kept."""
 
 import jax
 import jax.numpy as jnp

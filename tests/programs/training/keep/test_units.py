@@ -1,4 +1,4 @@
-"""Which parts of a program are repeated."""
+"""Parts of a program that are repeated."""
 
 import jax
 import jax.numpy as jnp
@@ -65,11 +65,9 @@ def test_layers_before_the_first_that_is_trained_are_in_no_unit() -> None:
     assert unit.position.start == whole.position.start + LAYERS * whole.position.length
 
 
-def test_functions_without_layers_have_no_units() -> None:
+def test_functions_without_layers_or_gradients_through_them_have_no_units() -> None:
     assert not units_of(Traced.of(lambda w, x: jnp.tanh(x @ w).sum(), jnp.ones((4, 4)), jnp.ones((2, 4))))
 
-
-def test_loops_that_no_gradient_goes_through_are_no_units() -> None:
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         y, _ = jax.lax.scan(lambda y, _: (jnp.tanh(y @ jnp.ones((4, 4))), None), x, None, length=3)
         return (jax.lax.stop_gradient(y) * w).sum()

@@ -1,4 +1,4 @@
-"""What of the arrays that the backward pass keeps is on each device."""
+"""Arrays that the backward pass keeps, by device."""
 
 from typing import Any
 
@@ -9,11 +9,9 @@ import optax
 import pytest
 
 import shardrules as sr
-from shardrules.programs.autoplan.graph.machine import Assumptions
-from shardrules.programs.autoplan.query import QueryOptions
 from shardrules.programs.training.cluster import Cluster
-from shardrules.programs.training.search.problem import TrainingProblem, plan_once
-from shardrules.programs.training.step import TrainingStep
+from shardrules.programs.training.search.problem import plan_once
+from tests.programs.training.checks import problem_of
 
 LAYERS, EXAMPLES, LENGTH, WIDTH, HIDDEN = 4, 2, 8192, 512, 2048
 
@@ -37,12 +35,11 @@ def test_what_is_kept_is_split_as_the_plan_says(loss: Any) -> None:
     if loss is unrolled:
         model = tuple([jax.ShapeDtypeStruct(array.shape[1:], array.dtype)] * LAYERS for array in model)
     batch = jax.ShapeDtypeStruct((EXAMPLES, LENGTH, WIDTH), jnp.float32)
-    step, cluster = TrainingStep(loss, optax.sgd(0.1)), Cluster.of(sr.mesh_shape("data:2,model:2"))
-    options = QueryOptions(None, None, cluster.hardware, Assumptions(), 600, False)
-    problem = TrainingProblem(step, model, jax.eval_shape(step.init_state, model), batch, cluster, options)
+    cluster = Cluster.of(sr.mesh_shape("data:2,model:2"))
+    problem = problem_of(loss, model, batch, cluster, optimizer=optax.sgd(0.1))
     (shape,) = cluster.shapes()
     for keep in problem.keeps(1)[1:]:
-        recipe = attrs.evolve(step.recipe, keep=keep)
+        recipe = attrs.evolve(problem.step.recipe, keep=keep)
         outcome = plan_once(problem, shape, recipe, float("inf"), is_free=True)
         # Its layouts: all of it is split over all devices.
         assert outcome.batch_splits < 4

@@ -1,4 +1,4 @@
-"""What loops over microbatches take whose rounds run in pairs."""
+"""Memory of loops over microbatches whose rounds run in pairs."""
 
 import attrs
 import pytest

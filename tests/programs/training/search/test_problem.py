@@ -1,18 +1,15 @@
-"""What a training plan is searched for."""
+"""The problem of a training plan."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 import shardrules as sr
-from shardrules.programs.autoplan.graph.machine import Assumptions
-from shardrules.programs.autoplan.query import QueryOptions
 from shardrules.programs.training.cluster import Cluster
 from shardrules.programs.training.search.problem import TrainingProblem
-from shardrules.programs.training.step import TrainingStep
+from tests.programs.training.checks import problem_of
 
 
 def loss(model: Any, x: Any) -> Any:
@@ -28,10 +25,7 @@ def problem(host_memory: int | None) -> TrainingProblem:
     shape, width = jax.ShapeDtypeStruct, 2**14
     model = shape((4, width, width), jnp.float32), shape((4, width, width), jnp.float32)
     cluster = Cluster.of(sr.mesh_shape("data:8"), sr.Hardware.named("tpu:v5e"))
-    step = TrainingStep(loss, optax.adam(1e-3))
-    state = jax.eval_shape(step.init_state, model)
-    options = QueryOptions(None, None, cluster.hardware, Assumptions(), 600, False)
-    return TrainingProblem(step, model, state, shape((2**14, width), jnp.bfloat16), cluster, options, host_memory)
+    return problem_of(loss, model, shape((2**14, width), jnp.bfloat16), cluster, host_memory=host_memory)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

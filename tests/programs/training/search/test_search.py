@@ -5,19 +5,14 @@ from typing import Any
 import attrs
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
-from shardrules.programs.autoplan.graph.machine import Assumptions
-from shardrules.programs.autoplan.query import QueryOptions
 from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.training.cluster import Cluster
 from shardrules.programs.training.search.problem import TrainingProblem, plan_once
 from shardrules.programs.training.search.search import TrainingSearch, first_fitting
 from shardrules.programs.training.search.staged import search_again, search_plans
-from shardrules.programs.training.step import TrainingStep
-
-OPTIMIZER = optax.adam(1e-3)
+from tests.programs.training.checks import problem_of
 
 
 def loss(model: Any, x: Any) -> Any:
@@ -29,9 +24,7 @@ def problem_on(cluster: str, limit: int | None = None) -> TrainingProblem:
     real = jnp.float32
     model = jax.ShapeDtypeStruct((4, 64, 256), real), jax.ShapeDtypeStruct((4, 256, 64), real)
     batch = jax.ShapeDtypeStruct((4096, 64), real)
-    step, devices = TrainingStep(loss, OPTIMIZER), Cluster.of(cluster)
-    options = QueryOptions(limit, None, devices.hardware, Assumptions(), 600, False)
-    return TrainingProblem(step, model, jax.eval_shape(step.init_state, model), batch, devices, options)
+    return problem_of(loss, model, batch, Cluster.of(cluster), limit=limit)
 
 
 def searched(cluster: str, limit: int | None = None, deadline: Deadline = NO_DEADLINE) -> TrainingSearch:

@@ -11,14 +11,11 @@ import pytest
 
 import shardrules as sr
 from shardrules.core.errors import ConfigError, PlanError
-from shardrules.programs.autoplan.graph.machine import Assumptions
-from shardrules.programs.autoplan.query import QueryOptions
 from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE
 from shardrules.programs.training.cluster import Cluster
-from shardrules.programs.training.search.problem import TrainingProblem
 from shardrules.programs.training.search.search import TrainingSearch
 from shardrules.programs.training.search.staged import StageSearch, Staging
-from shardrules.programs.training.step import TrainingStep
+from tests.programs.training.checks import assert_close, problem_of
 
 LAYERS, EXAMPLES, WIDTH = 4, 16, 16
 
@@ -83,8 +80,7 @@ def test_stages_train_as_one_device(stages: int, microbatches: int | None) -> No
         updates, expected_state = optimizer.update(gradients, expected_state, expected)
         expected = optax.apply_updates(expected, updates)
         np.testing.assert_allclose(value, expected_value, rtol=1e-5)
-    for array, other in zip(jax.tree.leaves(model), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(array, other, rtol=1e-4, atol=1e-5)
+    assert_close(model, expected, 1e-4, 1e-5)
 
 
 @pytest.mark.slow
@@ -94,12 +90,14 @@ def test_layers_of_a_python_loop_train_as_one_device() -> None:
     optimizer = optax.sgd(1e-2)
     plan = sr.plan_training(written_out, model, optimizer, BATCH, cluster=jax.devices(), stages=4, microbatches=8)
     assert plan.recipe.stages == 4
-    expected_value, gradients = jax.value_and_grad(written_out)(model, BATCH)
-    expected = optax.apply_updates(model, optimizer.update(gradients, optimizer.init(model))[0])
-    trained, _, value, _ = plan.step(*plan.init(lambda: model)(), BATCH)
-    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
-    for array, other in zip(jax.tree.leaves(trained), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(array, other, rtol=1e-4, atol=1e-5)
+    assert_trains_as_written(plan, written_out, model, optimizer, BATCH)
+
+
+def assert_trains_as_written(plan: Any, loss: Any, model: Any, optimizer: Any, batch: Any) -> None:
+    expected, gradients = jax.value_and_grad(loss)(model, batch)
+    trained, _, value, _ = plan.step(*plan.init(lambda: model)(), batch)
+    updated = optax.apply_updates(model, optimizer.update(gradients, optimizer.init(model))[0])
+    assert_close((value, trained), (expected, updated), 1e-4, 1e-5)
 
 
 @pytest.mark.slow
@@ -125,12 +123,7 @@ def test_chunks_train_as_one_device() -> None:
     schedule = plan.schedule
     assert schedule is not None
     assert (schedule.chunks, schedule.bubble) == (2, pytest.approx(3 / 11))
-    expected_value, gradients = jax.value_and_grad(loss)(model, batch)
-    expected = optax.apply_updates(model, optimizer.update(gradients, optimizer.init(model))[0])
-    trained, _, value, _ = plan.step(*plan.init(lambda: model)(), batch)
-    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
-    for array, expected_array in zip(jax.tree.leaves(trained), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(array, expected_array, rtol=1e-4, atol=1e-5)
+    assert_trains_as_written(plan, loss, model, optimizer, batch)
 
 
 @pytest.mark.slow
@@ -218,9 +211,7 @@ def test_many_and_few_microbatches_take_turns() -> None:
     def deep(weights: Any, x: Any) -> Any:
         return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0] ** 2)
 
-    step, cluster = TrainingStep(deep, optax.sgd(1e-2)), Cluster.of("cuda:h100:8")
-    options = QueryOptions(None, None, cluster.hardware, Assumptions(), 600, False)
-    problem = TrainingProblem(step, model, jax.eval_shape(step.init_state, model), batch, cluster, options)
+    problem = problem_of(deep, model, batch, Cluster.of("cuda:h100:8"), optimizer=optax.sgd(1e-2))
     ordered = StageSearch(TrainingSearch(problem, None, None, NO_DEADLINE, lambda text: None)).ordered()
     counts = [each.microbatches // each.stages for each in ordered]
     assert counts[:4] == [32, 8, 32, 8]

@@ -165,7 +165,7 @@ def blocks(arrays: Any, x: Any, key: Any) -> Any:
 
 
 def adding_up(weights: Any, x: Any) -> Any:
-    """What layers return besides is added up, from a constant on."""
+    """Results of layers besides are added up, from a constant on."""
     total = 0.0
     for w in weights:
         x = x + jnp.tanh(x @ w)
@@ -361,20 +361,11 @@ def test_equations_are_compared_by_what_they_compute(first: Any, second: Any, ex
 
 
 def test_constants_of_other_dtypes_are_others() -> None:
-    signed, unsigned = np.int32(0), np.uint32(0)
-    (first,), (second,) = (
-        [
-            var
-            for var in traced(lambda x: x + signed, jnp.ones(3, signed.dtype)).eqns[0].invars
-            if isinstance(var, Literal)
-        ],
-        [
-            var
-            for var in traced(lambda x: x + unsigned, jnp.ones(3, unsigned.dtype)).eqns[0].invars
-            if isinstance(var, Literal)
-        ],
-    )
-    assert rolled_module._key((first,)) != rolled_module._key((second,))
+    def key(zero: Any) -> Any:
+        (equation,) = traced(lambda x: x + zero, jnp.ones(3, zero.dtype)).eqns
+        return rolled_module._key(tuple(var for var in equation.invars if isinstance(var, Literal)))
+
+    assert key(np.int32(0)) != key(np.uint32(0)) != ()
 
 
 def test_rules_that_cannot_be_traced_alone_are_like_no_other() -> None:

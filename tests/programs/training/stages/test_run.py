@@ -15,6 +15,7 @@ from shardrules.programs.training.loss import trace_loss
 from shardrules.programs.training.microbatches import SplitLoss, accumulated
 from shardrules.programs.training.stages.layers import LayerLoop
 from shardrules.programs.training.stages.run import StagedProgram, tick_count
+from tests.programs.training.checks import assert_close, operands
 
 LAYERS, EXAMPLES, LENGTH, WIDTH, WORDS = 6, 16, 5, 8, 12
 
@@ -81,7 +82,7 @@ def stacking(model: Any, batch: Any) -> Any:
 
 
 def counting(model: Any, batch: Any) -> Any:
-    """What goes from layer to layer has a count, and a key from which each layer takes its own."""
+    """A count goes from layer to layer, and a key from which each layer takes its own."""
 
     def step(carry: Any, weights: Any) -> tuple[Any, None]:
         x, count, key = carry
@@ -140,9 +141,8 @@ SUITABLE = [step for step in STEPS if EXAMPLES % (step.microbatches * step.group
 
 def gradients(loss: Any, step: Step | None, model: Any, batch: Any, dtype: Any = None) -> Any:
     trace = trace_loss(loss, model, batch)
-    arrays = trace.split.arrays(model, batch)
     sizes: dict[str, Any] = {} if step is None else attrs.asdict(step)
-    return jax.jit(accumulated(trace, dtype=dtype, **sizes))(arrays.trainable, arrays.fixed, arrays.batched)[::2]
+    return jax.jit(accumulated(trace, dtype=dtype, **sizes))(*operands(trace, model, batch))[::2]
 
 
 @pytest.mark.parametrize("step", SUITABLE, ids=str)
@@ -151,17 +151,14 @@ def gradients(loss: Any, step: Step | None, model: Any, batch: Any, dtype: Any =
 def test_values_and_gradients_are_those_of_the_loss(loss: Any, step: Step) -> None:
     actual = gradients(loss, step, model(), batch())
     assert all(bool(jnp.isfinite(array).all()) for array in jax.tree.leaves(actual))
-    expected = jax.tree.map(np.asarray, gradients(loss, None, model(), batch()))
-    for array, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(array, other, rtol=2e-5, atol=2e-6)
+    assert_close(actual, gradients(loss, None, model(), batch()), 2e-5, 2e-6)
 
 
 @pytest.mark.parametrize("layers", [5, 7])
 @pytest.mark.sample(1)
 def test_layers_need_not_divide_into_stages(layers: int) -> None:
     actual, expected = (gradients(of_examples, step, model(layers), batch()) for step in (Step(4, 4), None))
-    for array, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(array, other, rtol=2e-5, atol=2e-6)
+    assert_close(actual, expected, 2e-5, 2e-6)
 
 
 @pytest.mark.parametrize(("dtype", "is_exact"), [(None, True), (jnp.bfloat16, False)])
@@ -261,9 +258,8 @@ def test_other_losses_say_why_not(loss: Any, message: str) -> None:
 def test_backward_passes_begin_with_the_last_microbatch() -> None:
     """As the schedule of a plan is drawn: the derivative goes back through the ticks."""
     trace = trace_loss(plain, model(), batch())
-    arrays = trace.split.arrays(model(), batch())
     step = accumulated(trace, microbatches=8, stages=2)
-    program = jax.make_jaxpr(step)(arrays.trainable, arrays.fixed, arrays.batched)
+    program = jax.make_jaxpr(step)(*operands(trace, model(), batch()))
     ticks = [
         equation.params["reverse"]
         for equation in equations(program)
