@@ -10,11 +10,12 @@ from shardrules.core.check import bytes_text
 from shardrules.core.finding import template
 from shardrules.core.source import equation_line, short_line
 from shardrules.core.spec import spec_repr
-from shardrules.programs.autoplan.graph.layouts import spec_of
+from shardrules.programs.autoplan.graph.layouts import dim_axes, spec_of
 from shardrules.programs.autoplan.graph.machine import COLLECTIVE_KINDS
 from shardrules.programs.autoplan.graph.problem import Problem
 from shardrules.programs.autoplan.graph.region_cost import shard_axes
 from shardrules.programs.autoplan.traced.program import TracedProgram
+from shardrules.programs.autoplan.traced.unions import Unions
 from shardrules.programs.costs.step_time import seconds_text
 
 _Dim: TypeAlias = tuple[int, int]
@@ -241,7 +242,7 @@ def _operand_move(
         return 0.0, (), 0.0
     edge = problem.edges[edge_index]
     # The tables of an edge have a row for each layout of the array before the move, and a column for each after it.
-    row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
+    row, column = edge.codes(choice)
     bytes_by_kind = edge.moves.sent[:, row, column] * edge.nbytes * edge.move_count
     kinds = tuple(kind for kind, wire_bytes in zip(COLLECTIVE_KINDS, bytes_by_kind, strict=True) if wire_bytes)
     return float(edge.seconds[row, column]) * edge.move_count, kinds, float(bytes_by_kind.sum())
@@ -249,7 +250,7 @@ def _operand_move(
 
 def split_dims(problem: Problem, choice: Sequence[int], paths: Sequence[str]) -> tuple[SplitDim, ...]:
     """Returns the families of dims that any axis splits, those with the most FLOPs first."""
-    families = _Families(problem.program)
+    families = _families(problem.program)
     flops = _flops_by_axes(problem, choice, families)
     names, argument_axes = _argument_axes(problem, choice, paths, families)
     rows: list[tuple[float, SplitDim]] = []
@@ -272,7 +273,7 @@ def split_dims(problem: Problem, choice: Sequence[int], paths: Sequence[str]) ->
 
 
 def _flops_by_axes(
-    problem: Problem, choice: Sequence[int], families: "_Families"
+    problem: Problem, choice: Sequence[int], families: Unions[_Dim]
 ) -> dict[_Dim, dict[tuple[str, ...], float]]:
     """Returns for each family of dims the FLOPs of the operations on it, by the axes that split it there."""
     program = problem.program
@@ -287,7 +288,7 @@ def _flops_by_axes(
             layout = problem.layout(problem.operand_homes[op_index, position], choice)
             for dim, factor in enumerate(operation.factors.operands[position]):
                 if factor is not None and program.arrays[operand].shape[dim] > 1:
-                    split_by.setdefault(families.root((operand, dim)), _axes_on(problem, layout, dim))
+                    split_by.setdefault(families.root((operand, dim)), dim_axes(layout, dim, problem.machine))
         for root, axes in split_by.items():
             by_axes = flops.setdefault(root, {})
             by_axes[axes] = by_axes.get(axes, 0.0) + operation.flops * operation.run_count
@@ -295,7 +296,7 @@ def _flops_by_axes(
 
 
 def _argument_axes(
-    problem: Problem, choice: Sequence[int], paths: Sequence[str], families: "_Families"
+    problem: Problem, choice: Sequence[int], paths: Sequence[str], families: Unions[_Dim]
 ) -> tuple[dict[_Dim, list[str]], dict[_Dim, dict[str, None]]]:
     """Returns for each family the arguments that have it, and the axes that split it in them."""
     names: dict[_Dim, list[str]] = {}
@@ -309,14 +310,10 @@ def _argument_axes(
             if size > 1:
                 root = families.root((array_index, dim))
                 names.setdefault(root, []).append(f"{path}[{dim}]")
-                axes = _axes_on(problem, layout, dim)
+                axes = dim_axes(layout, dim, problem.machine)
                 if axes:
                     argument_axes.setdefault(root, {}).update(dict.fromkeys(axes))
     return names, argument_axes
-
-
-def _axes_on(problem: Problem, layout: Sequence[int], dim: int) -> tuple[str, ...]:
-    return tuple(axis for axis, split_dim in zip(problem.machine.axes, layout, strict=True) if split_dim == dim)
 
 
 def _family_name(names: list[str]) -> str:
@@ -326,39 +323,17 @@ def _family_name(names: list[str]) -> str:
     return ", ".join(distinct[:3]) + (" ..." if len(distinct) > 3 else "")
 
 
-@final
-class _Families:
-    """A union-find over the factors of operations: the dims of arrays that go together."""
-
-    def __init__(self, program: TracedProgram) -> None:
-        self.parents: dict[_Dim, _Dim] = {}
-        for operation in program.operations:
-            groups: dict[int, list[_Dim]] = {}
-            sides = [*zip(operation.operands, operation.factors.operands, strict=True)]
-            sides += [*zip(operation.results, operation.factors.results, strict=True)]
-            for array_index, factors in sides:
-                if array_index is None:
-                    continue
-                for dim, factor in enumerate(factors):
-                    if factor is not None and program.arrays[array_index].shape[dim] > 1:
-                        groups.setdefault(factor, []).append((array_index, dim))
-            for first, *others in groups.values():
-                for other in others:
-                    self.join(first, other)
-
-    def root(self, dim: _Dim) -> _Dim:
-        """Returns the dim that represents its family."""
-        descendants: list[_Dim] = []
-        while self.parents.get(dim, dim) != dim:
-            descendants.append(dim)
-            dim = self.parents[dim]
-        # Path compression keeps later look-ups short.
-        for descendant in descendants:
-            self.parents[descendant] = dim
-        return dim
-
-    def join(self, first: _Dim, second: _Dim) -> None:
-        """Joins two families; the dim that comes first in the program represents both."""
-        # Sorted, so that names do not depend on the order of joins.
-        low, high = sorted((self.root(first), self.root(second)))
-        self.parents[high] = low
+def _families(program: TracedProgram) -> Unions[_Dim]:
+    """Returns the dims of arrays that go together, by the factors of operations."""
+    families = Unions[_Dim]()
+    for operation in program.operations:
+        firsts: dict[int, _Dim] = {}
+        sides = [*zip(operation.operands, operation.factors.operands, strict=True)]
+        sides += [*zip(operation.results, operation.factors.results, strict=True)]
+        for array_index, factors in sides:
+            if array_index is None:
+                continue
+            for dim, factor in enumerate(factors):
+                if factor is not None and program.arrays[array_index].shape[dim] > 1:
+                    families.join(firsts.setdefault(factor, (array_index, dim)), (array_index, dim))
+    return families

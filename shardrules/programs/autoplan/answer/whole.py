@@ -55,7 +55,7 @@ def _moves(problem: Problem, choice: Sequence[int], op_index: int) -> Iterator[t
         edge_index = problem.edge_indices.get((op_index, position))
         if edge_index is not None:
             edge = problem.edges[edge_index]
-            row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
+            row, column = edge.codes(choice)
             sent = float(edge.moves.sent[:, row, column].sum()) * edge.nbytes
             yield float(edge.seconds[row, column]) * count, sent * count
 

@@ -66,6 +66,11 @@ def dim_shard_count(layout: Sequence[int], dim: int, machine: Machine) -> int:
     return count
 
 
+def dim_axes(layout: Sequence[int], dim: int | None, machine: Machine) -> tuple[str, ...]:
+    """The axes that split a dim in a layout; those along which it is in parts for `PARTIAL`."""
+    return tuple(axis for axis, split_dim in zip(machine.axes, layout, strict=True) if split_dim == dim)
+
+
 def shard_counts(rows: np.ndarray, machine: Machine) -> np.ndarray:
     """For each layout into how many pieces it splits an array."""
     return np.where(rows >= 0, np.array(machine.sizes, np.int64), 1).prod(axis=1, dtype=np.int64)
@@ -75,7 +80,7 @@ def spec_of(layout: Sequence[int], ndim: int, machine: Machine) -> PartitionSpec
     """A layout as a `PartitionSpec`, in which partial sums count as whole."""
     entries: list[str | tuple[str, ...] | None] = []
     for dim in range(ndim):
-        axes = tuple(axis for axis, split_dim in zip(machine.axes, layout, strict=True) if split_dim == dim)
+        axes = dim_axes(layout, dim, machine)
         entries.append(None if not axes else axes[0] if len(axes) == 1 else axes)
     while entries and entries[-1] is None:
         entries.pop()

@@ -68,6 +68,15 @@ class Edge:
     relayout_seconds: np.ndarray = _NOTHING
     """The time of copies that a move makes the compiler insert before the array is computed: a table like `seconds`."""
 
+    def codes(self, choice: Sequence[int]) -> tuple[int, int]:
+        """The layouts before and after the move under a choice: indices of `from_layouts` and of `to_layouts`."""
+        return self.from_codes[choice[self.start]], self.to_codes[choice[self.end]]
+
+    @functools.cached_property
+    def changes(self) -> np.ndarray:
+        """The pairs of layouts that differ."""
+        return (self.from_layouts[:, None, :] != self.to_layouts[None, :, :]).any(axis=2)
+
     @functools.cached_property
     def seconds(self) -> np.ndarray:
         """The time of one move, from each of `from_layouts` to each of `to_layouts`; infinite for impossible ones."""
@@ -76,11 +85,10 @@ class Edge:
         # Compilers combine no exchanges.
         exchanged = moves.sent[[COLLECTIVE_KINDS.index("all-to-all"), COLLECTIVE_KINDS.index("collective-permute")]]
         fixed_share[exchanged.any(axis=0)] = 1.0
-        differs = (self.from_layouts[:, None, :] != self.to_layouts[None, :, :]).any(axis=2)
         sending = np.where(moves.allowed, moves.seconds, 0.0) * self.nbytes + moves.fixed * fixed_share
         # Slicing sends nothing, but of equal plans the one that changes no layout is better: a nanosecond is far below
         # any collective.
-        sending = sending + self.relayout_seconds + 1e-9 * differs
+        sending = sending + self.relayout_seconds + 1e-9 * self.changes
         return np.where(moves.allowed, sending, np.inf)
 
 
@@ -185,7 +193,7 @@ class Problem:
             by_target: dict[tuple[int, ...], ChosenMove] = {}
             for edge_index in group:
                 edge = self.edges[edge_index]
-                row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
+                row, column = edge.codes(choice)
                 seconds = float(edge.seconds[row, column])
                 if not seconds:
                     continue

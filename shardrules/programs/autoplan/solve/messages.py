@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 from shardrules.programs.autoplan.graph.home import project
-from shardrules.programs.autoplan.graph.problem import Edge, Problem
+from shardrules.programs.autoplan.graph.problem import Problem
 from shardrules.programs.autoplan.solve.deadline import Deadline
 from shardrules.programs.autoplan.solve.formulation import MemoryConstraint
 
@@ -44,8 +44,6 @@ class _Link:
     """The costs of pairs, with their copies."""
     memory_cost: np.ndarray | None = None
     """The costs of copies at the prices of memory."""
-    copies: np.ndarray | None = None
-    """The pairs in which the array gets another layout."""
 
     @classmethod
     def of(cls, start: int, start_codes: np.ndarray, end: int, end_codes: np.ndarray, cost: np.ndarray) -> "_Link":
@@ -85,11 +83,6 @@ def _by_code(codes: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Layouts sorted by their code, and the first of each code."""
     order = np.argsort(codes, kind="stable")
     return order, np.searchsorted(codes[order], np.arange(count))
-
-
-def _copies(edge: Edge) -> np.ndarray:
-    """The pairs of layouts in which an array gets another layout."""
-    return (edge.from_layouts[:, None, :] != edge.to_layouts[None, :, :]).any(axis=2)
 
 
 @final
@@ -224,7 +217,7 @@ class Messages:
         for edge_index, sizes in copies.items():
             edge = self.problem.edges[edge_index]
             if edge_index not in self.edge_links and edge.start != edge.end:
-                node, costs = self._decided(edge_index, _copies(edge) * sizes[None, :])
+                node, costs = self._decided(edge_index, edge.changes * sizes)
                 unary[node] += costs
         # Only differences to the old prices are added: messages that were passed at those stay valid.
         for node, costs in enumerate(unary):
@@ -235,9 +228,7 @@ class Messages:
             if sizes is None:
                 link.set_costs(link.cost, None)
                 continue
-            if link.copies is None:
-                link.copies = _copies(self.problem.edges[edge_index])
-            link.set_costs(link.cost, link.copies * sizes[None, :])
+            link.set_costs(link.cost, self.problem.edges[edge_index].changes * sizes)
         return paid
 
     def sweep(self) -> None:

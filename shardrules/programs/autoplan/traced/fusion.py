@@ -37,6 +37,7 @@ from shardrules.programs.autoplan.traced.norms import (
     with_norms,
 )
 from shardrules.programs.autoplan.traced.program import Operation, TracedProgram
+from shardrules.programs.autoplan.traced.unions import Unions
 
 
 @final
@@ -77,7 +78,7 @@ class FusedProgram:
         shifted = frozenset(array for array in on_chip if array in written)
         sources = _sources(program)
         kernels_of = _kernels_of(program, written)
-        joined = _Joined()
+        joined = Unions[int]()  # kernels that are one, by the operations at which they end
         _join_optimizer(program, kernels_of, sources, joined)
         rows = frozenset(array for array in written - shifted if not is_updated(program, array))
         _join_rows(program, kernels_of, sources, rows, joined)
@@ -87,7 +88,7 @@ class FusedProgram:
         for op_index, operation in enumerate(program.operations):
             if is_view(operation):
                 continue
-            ends = dict.fromkeys(joined.leader(kernel) for kernel in sorted(kernels_of[op_index]))
+            ends = dict.fromkeys(joined.root(kernel) for kernel in sorted(kernels_of[op_index]))
             for operand_index, operand in enumerate(operation.operands):
                 source = None if operand is None else sources.get(operand, operand)
                 if source is None or source not in written:
@@ -96,7 +97,7 @@ class FusedProgram:
                 counted.update(keys)
                 read_counts[op_index, operand_index] = len(keys)
         ending = frozenset(
-            joined.leader(op_index) for op_index, kernels in enumerate(kernels_of) if kernels == {op_index}
+            joined.root(op_index) for op_index, kernels in enumerate(kernels_of) if kernels == {op_index}
         )
         copied = copied_parts(program, sources, feedback, IN_PLACE)
         columns = {**gradients.inputs, **normalised, **gradients.products}
@@ -298,26 +299,8 @@ def _kernels_of(program: TracedProgram, written: frozenset[int]) -> list[frozens
     return kernels_of
 
 
-@final
-@attrs.define(eq=False)
-class _Joined:
-    """Kernels that are one: a union-find over the operations at which they end."""
-
-    leaders: dict[int, int] = attrs.field(factory=dict)
-
-    def leader(self, kernel: int) -> int:
-        while self.leaders.get(kernel, kernel) != kernel:
-            kernel = self.leaders[kernel]
-        return kernel
-
-    def join(self, first: int, second: int) -> None:
-        low, high = sorted((self.leader(first), self.leader(second)))
-        if low != high:
-            self.leaders[high] = low
-
-
 def _join_optimizer(
-    program: TracedProgram, kernels_of: list[frozenset[int]], sources: Mapping[int, int], joined: _Joined
+    program: TracedProgram, kernels_of: list[frozenset[int]], sources: Mapping[int, int], joined: Unions[int]
 ) -> None:
     """Joins kernels that end at results of the function and compute them from each other, as an optimizer does."""
     returned: dict[int, int] = {}
@@ -343,7 +326,7 @@ def _join_optimizer(
 
 
 def _join_dots(
-    program: TracedProgram, kernels_of: list[frozenset[int]], sources: Mapping[int, int], joined: _Joined
+    program: TracedProgram, kernels_of: list[frozenset[int]], sources: Mapping[int, int], joined: Unions[int]
 ) -> None:
     """Joins dots with vectors with the elementwise kernel that writes what they add up, as in a loop over time."""
     for op_index, operation in enumerate(program.operations):
@@ -363,7 +346,7 @@ def _join_rows(
     kernels_of: list[frozenset[int]],
     sources: Mapping[int, int],
     written: frozenset[int],
-    joined: _Joined,
+    joined: Unions[int],
 ) -> None:
     """Joins reductions of rows with the kernel that takes them and the same rows again, as in a softmax or a norm."""
     read_by: dict[int, set[int]] = {}

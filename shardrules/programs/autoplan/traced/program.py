@@ -10,7 +10,6 @@ finds the layouts of each (`Operation.equation_index`).
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
@@ -114,12 +113,6 @@ class TracedProgram:
     """Arrays that are in memory before a part that is computed again: compilers must not look behind them."""
     scalars: tuple[int, ...] = ()
     """Scalars among the results."""
-
-    @property
-    def unknown_primitives(self) -> tuple[tuple[str, int], ...]:
-        """Primitives that no rule covers, with how often they occur."""
-        counts = Counter(operation.name for operation in self.operations if operation.lacks_rule)
-        return tuple(sorted(counts.items()))
 
     @functools.cached_property
     def producers(self) -> Mapping[int, int]:

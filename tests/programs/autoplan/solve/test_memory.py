@@ -36,9 +36,7 @@ def planned(
     names = [f"argument{index}" for index in range(len(shapes))]
     task = Task.of(read_jaxpr(jaxpr), machine, names, feedback or {}, pins)
     result = task.within(np.inf)
-    assert result.solution is not None
-    assert result.solution.choice is not None
-    return task, result.solution.choice, task.occupancy.timeline(result.solution.choice)
+    return task, result.choice, task.occupancy.timeline(result.choice)
 
 
 def names(task: Task) -> list[str]:
