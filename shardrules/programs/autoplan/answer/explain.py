@@ -153,7 +153,6 @@ class Alternative:
 
 
 def alternative_text(alternative: Alternative | None) -> str:
-    """Returns one line about the next best plan."""
     if alternative is None:
         return "no other layout fits"
     wire = f"{'+' if alternative.wire_bytes >= 0 else '-'}{bytes_text(abs(alternative.wire_bytes))} on the wire"
@@ -162,7 +161,6 @@ def alternative_text(alternative: Alternative | None) -> str:
 
 
 def array_uses(problem: Problem, choice: Sequence[int], argument_index: int) -> tuple[ArrayUse, ...]:
-    """Returns the operations that use an argument."""
     program = problem.program
     uses: list[ArrayUse] = []
     for op_index, position, array in _operands_of(program, argument_index):
@@ -170,7 +168,8 @@ def array_uses(problem: Problem, choice: Sequence[int], argument_index: int) -> 
         if (op_index, position) not in problem.operand_homes or operation.role == "return":
             continue
         layout = problem.layout(problem.operand_homes[op_index, position], choice)
-        seconds, kinds, wire_bytes = _operand_move(problem, choice, op_index, position)
+        seconds, sent = problem.operand_move(choice, op_index, position)
+        kinds = tuple(kind for kind, nbytes in zip(COLLECTIVE_KINDS, sent, strict=True) if nbytes)
         # Other roles, such as entering a loop, compute nothing: they count only where the array has to be moved.
         if operation.role != "compute" and not kinds:
             continue
@@ -181,7 +180,7 @@ def array_uses(problem: Problem, choice: Sequence[int], argument_index: int) -> 
             price = problem.region_price(op_index, choice)
             name = f"region {price.name} {seconds_text(operation.run_count * price.seconds)}"
             others = _other_alternatives(problem, choice, op_index)
-        uses.append(ArrayUse(name, line, spec, kinds, int(wire_bytes), seconds, others))
+        uses.append(ArrayUse(name, line, spec, kinds, int(sent.sum()), seconds, others))
     # Repeated layers use it alike: each use is listed once.
     return tuple(dict.fromkeys(uses))
 
@@ -231,21 +230,6 @@ def other_regions(problem: Problem, choice: Sequence[int], argument_index: int) 
             if index != chosen and rows:
                 others.append(OtherRegion(functions[chosen].name, function.name, node, rows))
     return tuple(dict.fromkeys(others))
-
-
-def _operand_move(
-    problem: Problem, choice: Sequence[int], op_index: int, position: int
-) -> tuple[float, tuple[str, ...], float]:
-    """Returns the seconds, collectives and bytes that it takes to bring an operand to an operation."""
-    edge_index = problem.edge_indices.get((op_index, position))
-    if edge_index is None:
-        return 0.0, (), 0.0
-    edge = problem.edges[edge_index]
-    # The tables of an edge have a row for each layout of the array before the move, and a column for each after it.
-    row, column = edge.codes(choice)
-    bytes_by_kind = edge.moves.sent[:, row, column] * edge.nbytes * edge.move_count
-    kinds = tuple(kind for kind, wire_bytes in zip(COLLECTIVE_KINDS, bytes_by_kind, strict=True) if wire_bytes)
-    return float(edge.seconds[row, column]) * edge.move_count, kinds, float(bytes_by_kind.sum())
 
 
 def split_dims(problem: Problem, choice: Sequence[int], paths: Sequence[str]) -> tuple[SplitDim, ...]:
@@ -324,7 +308,6 @@ def _family_name(names: list[str]) -> str:
 
 
 def _families(program: TracedProgram) -> Unions[_Dim]:
-    """Returns the dims of arrays that go together, by the factors of operations."""
     families = Unions[_Dim]()
     for operation in program.operations:
         firsts: dict[int, _Dim] = {}

@@ -74,7 +74,6 @@ class PinCosts:
 
 
 def machine_findings(mesh: AnyMesh, hardware: Hardware | None) -> Iterator[Finding]:
-    """Yields what is assumed about the devices."""
     if hardware is None and not has_sheet(mesh):
         yield Finding(
             "note",
@@ -85,7 +84,6 @@ def machine_findings(mesh: AnyMesh, hardware: Hardware | None) -> Iterator[Findi
 
 
 def program_findings(call: Call, task: Task, choice: Sequence[int]) -> Iterator[Finding]:
-    """Yields what is special about a function."""
     program = task.problem.program
     # First what the plan assumes about the call, then what it could not plan for.
     yield from _feedback_findings(call)
@@ -177,14 +175,12 @@ def pin_findings(call: Call, pinned: Mapping[int, PartitionSpec], seconds: float
 
 
 def nothing_split(call: Call) -> Finding:
-    """Returns the finding that every device does the same."""
     return Finding(
         "note", "nothing-split", f"nothing in {call.name} is worth splitting: every device computes all of it"
     )
 
 
 def untried_meshes(meshes: Sequence[str]) -> Finding:
-    """Returns the finding that there was no time for some meshes."""
     return Finding(
         "warning",
         "untried-meshes",

@@ -74,8 +74,16 @@ class Edge:
 
     @functools.cached_property
     def changes(self) -> np.ndarray:
-        """The pairs of layouts that differ."""
         return (self.from_layouts[:, None, :] != self.to_layouts[None, :, :]).any(axis=2)
+
+    def decided(self, table: np.ndarray) -> tuple[int, np.ndarray]:
+        """The node that alone decides what an edge with one layout at either end costs, and what for its layouts.
+
+        `table` is from each layout of the array to each.
+        """
+        if table.shape[0] == 1:
+            return self.end, table[0][self.to_codes]
+        return self.start, table[:, 0][self.from_codes]
 
     @functools.cached_property
     def seconds(self) -> np.ndarray:
@@ -142,24 +150,31 @@ class Problem:
     region_costs: RegionCosts
 
     def layout(self, home: Home, choice: Sequence[int]) -> tuple[int, ...]:
-        """The layout of an array."""
         row = self.nodes[home.node].layouts[choice[home.node]][None]
         return tuple(map(int, project(row, home)[0]))
 
     def region_layout(self, op_index: int, choice: Sequence[int]) -> tuple[int, ...]:
-        """The layout of a region over its factors."""
         node = self.region_nodes.get(op_index)
         if node is None:  # it has only scalars
             return (WHOLE,) * len(self.machine.axes)
         return tuple(map(int, self.nodes[node].layouts[choice[node]]))
 
     def region_price(self, op_index: int, choice: Sequence[int]) -> RegionPrice:
-        """The price of a call of a region."""
         node = self.region_nodes[op_index]
         alternative = self.nodes[node].alternatives[choice[node]]
         return self.region_costs.price(
             self.program.operations[op_index], self.region_layout(op_index, choice), alternative
         )
+
+    def operand_move(self, choice: Sequence[int], op_index: int, position: int) -> tuple[float, np.ndarray]:
+        """The seconds in one call that bringing an operand to an operation takes, and the bytes, by kind."""
+        edge_index = self.edge_indices.get((op_index, position))
+        if edge_index is None:
+            return 0.0, np.zeros(len(COLLECTIVE_KINDS))
+        edge = self.edges[edge_index]
+        row, column = edge.codes(choice)
+        sent = edge.moves.sent[:, row, column] * edge.nbytes * edge.move_count
+        return float(edge.seconds[row, column]) * edge.move_count, sent
 
     def exchanges(self, choice: Sequence[int]) -> list["ChosenMove"]:
         """The exchanges that regions send by hand. `cost` counts them as their computing."""
@@ -187,7 +202,6 @@ class Problem:
         return total + sum(move.seconds * move.count for move in self.chosen_moves(choice))
 
     def chosen_moves(self, choice: Sequence[int]) -> list["ChosenMove"]:
-        """The moves of a choice."""
         moves: list[ChosenMove] = []
         for group, count in self.edge_groups:
             by_target: dict[tuple[int, ...], ChosenMove] = {}

@@ -124,10 +124,9 @@ class Formulation:
         if not (cost != 0).any():
             return
         # With one layout at either end, the layout of the other decides the cost: no variables are needed.
-        if cost.shape[0] == 1:
-            self.costs[edge.end] = self.costs[edge.end] + cost[0][edge.to_codes]
-        elif cost.shape[1] == 1:
-            self.costs[edge.start] = self.costs[edge.start] + cost[:, 0][edge.from_codes]
+        if 1 in cost.shape:
+            node, costs = edge.decided(cost)
+            self.costs[node] = self.costs[node] + costs
         else:
             self._add_pairs(edge_index, cost)
 
@@ -211,12 +210,10 @@ class Formulation:
             if edge_index in self.pairs:
                 columns.append(self.pairs[edge_index][1] + np.arange(edge.changes.size))
                 values.append((edge.changes * sizes).ravel())
-            elif len(edge.from_layouts) == 1:
-                columns.append(np.arange(len(edge.to_codes)) + self.offsets[edge.end])
-                values.append((edge.changes[0] * sizes)[edge.to_codes])
-            elif len(edge.to_layouts) == 1:
-                columns.append(np.arange(len(edge.from_codes)) + self.offsets[edge.start])
-                values.append((edge.changes[:, 0] * sizes[0])[edge.from_codes])
+            elif 1 in edge.changes.shape:
+                node, layout_sizes = edge.decided(edge.changes * sizes)
+                columns.append(np.arange(len(layout_sizes)) + self.offsets[node])
+                values.append(layout_sizes)
         return (
             np.concatenate(columns) if columns else np.zeros(0, int),
             np.concatenate(values) if values else np.zeros(0),

@@ -92,7 +92,6 @@ class Task:
 
     @functools.cached_property
     def formulation(self) -> Formulation:
-        """The problem as a linear program."""
         return Formulation(self.problem, layout_preference(self.problem))
 
     def compiled_peak(self, choice: Sequence[int]) -> float:
@@ -165,7 +164,6 @@ class Task:
         return cls(problem, Occupancy.of(problem, order(program)), _Written(problem))
 
     def with_choice(self, result: "SearchResult", choice: tuple[int, ...]) -> "SearchResult":
-        """Returns the result of a search with another choice."""
         price = result.price if choice == result.choice else 0.0
         return attrs.evolve(result, choice=choice, price=price, peak_bytes=self.occupancy.peak(choice))
 
@@ -242,7 +240,6 @@ class Search:
         return self.trials.answer is None or self.deadline.is_over or is_close
 
     def weigh_patterns(self) -> None:
-        """Adds the best choice of each pattern that experts would write."""
         trials, deadline, has_fitted = self.trials, self.deadline, False
         for pattern in patterns(self.task.problem):
             # Without any time, those that are simple are weighed until one fits.
@@ -501,12 +498,10 @@ class _Written:
 
     @functools.cached_property
     def occupancy(self) -> Occupancy:
-        """The contents of memory in that order."""
         return Occupancy.of(self.problem, program_order(self.problem.program))
 
     @functools.cached_property
     def late_matmul_count(self) -> int:
-        """The number of matmuls that nothing waits for."""
         return late_matmul_count(self.problem.program)
 
 
@@ -540,7 +535,6 @@ class SearchResult:
 
     @property
     def met(self) -> tuple[Trial, ...]:
-        """The candidates and patterns, the cheapest first."""
         trials = {trial.choice: trial for trial in (*self.candidates, *self.patterns)}
         return tuple(sorted(trials.values(), key=lambda trial: (trial.cost, trial.peak_bytes, trial.choice)))
 
@@ -559,7 +553,6 @@ def _whole_indices(keep: Sequence[np.ndarray], choice: Sequence[int]) -> tuple[i
 
 
 def _result(trials: Trials, budget: Budget, is_late: bool, seconds: float) -> SearchResult:
-    """Returns the result of a search with what it has met."""
     answer, fits = trials.answer, trials.best is not None
     if answer is None:
         return SearchResult((), np.inf, max(0.0, budget.bound), False, (), (), seconds, is_late)

@@ -56,7 +56,6 @@ def solve(
     deadline: Deadline = NO_DEADLINE,
     work: Work | None = None,
 ) -> Solution:
-    """Finds the choice with the least cost."""
     if not formulation.problem.nodes:
         return Solution((), 0.0, 0.0)
     problem, program = formulation.problem, _cost_program(formulation, constraints)
@@ -185,7 +184,6 @@ def _whole_answer(
 
 
 def _branched(formulation: Formulation, upper: np.ndarray, node: int, layout_index: int, is_taken: bool) -> np.ndarray:
-    """Returns what bounds the variables where a node takes a layout, or where it does not."""
     start, end = formulation.offsets[node], formulation.offsets[node + 1]
     branched = upper.copy()
     if is_taken:
@@ -210,7 +208,6 @@ class _Program:
 
 
 def _cost_program(formulation: Formulation, constraints: Sequence[MemoryConstraint]) -> _Program:
-    """Returns the program of the least cost within memory constraints."""
     cost, equations, right_sides, inequalities = formulation.matrices
     cost, upper = _bounded(formulation, cost)
     limits = np.zeros(formulation.inequality_count)
@@ -274,7 +271,6 @@ def _widened(matrix: csr_array, shape: tuple[int, int]) -> csr_array:
 
 
 def _relaxed(program: _Program, upper: np.ndarray, deadline: Deadline) -> Any:
-    """Solves a program without asking for whole numbers."""
     has_limits = len(program.limits) > 0
     return linprog(
         program.cost,

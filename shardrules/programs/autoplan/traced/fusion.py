@@ -106,12 +106,10 @@ class FusedProgram:
 
     @property
     def with_many_columns(self) -> Self:
-        """The same where devices have many columns."""
         return attrs.evolve(self, written=self.written - (self.columns.keys() - self.gradients.inputs.keys()))
 
     @property
     def with_split_rows(self) -> Self:
-        """The same where rows are split over devices."""
         return attrs.evolve(self, written=self.written - self.shifted, shifted=frozenset())
 
     def writes(self, op_index: int, result: int) -> bool:
@@ -160,7 +158,6 @@ class FusedProgram:
         return bool(reductions) and not is_updated(program, array) and not is_looked_up(program, array)
 
     def read_bytes(self, op_index: int, operand_index: int) -> int:
-        """Returns the bytes of an operand that all kernels together read at an operation, in one run."""
         operation, arrays = self.program.operations[op_index], self.program.arrays
         operand = operation.operands[operand_index]
         count = self.read_counts.get((op_index, operand_index), 0)
@@ -176,7 +173,6 @@ class FusedProgram:
         return count * nbytes
 
     def written_bytes(self, op_index: int, result_index: int) -> int:
-        """Returns the bytes of a result that an operation writes, in one run."""
         operation, arrays = self.program.operations[op_index], self.program.arrays
         result = operation.results[result_index]
         if operation.role == "leave":  # piece by piece, one in each round
@@ -199,7 +195,6 @@ class FusedProgram:
         return operand_index == 0 and (name in IN_PLACE or name in PARTIAL_READS)
 
     def nbytes(self, array: int) -> int:
-        """Returns the bytes of an array as it is written."""
         return self.program.arrays[array].device_bytes * self.widened.get(array, 1)
 
 
@@ -265,7 +260,6 @@ def _written(program: TracedProgram) -> frozenset[int]:
 
 
 def _sources(program: TracedProgram) -> dict[int, int]:
-    """For each view the array in whose memory it is."""
     sources: dict[int, int] = {}
     for operation in program.operations:
         if is_view(operation):

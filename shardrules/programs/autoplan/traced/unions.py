@@ -15,7 +15,6 @@ class Unions(Generic[_Key]):
     parents: dict[_Key, _Key] = attrs.field(factory=dict)
 
     def root(self, key: _Key) -> _Key:
-        """Returns the key that represents all that go with a key."""
         descendants: list[_Key] = []
         while self.parents.get(key, key) != key:
             descendants.append(key)

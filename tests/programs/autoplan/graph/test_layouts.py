@@ -266,12 +266,6 @@ def test_shard_counts_and_specs_of_layouts() -> None:
     assert spec_of((WHOLE,) * 3, 2, plan) == P()
 
 
-def test_axes_of_one_device_are_left_out() -> None:
-    plan = machine("data:1,model:8,other:1")
-    assert (plan.axes, plan.sizes) == (("model",), (8,))
-    assert spec_of((0,), 2, plan) == P("model")
-
-
 def test_pieces_of_a_sum_are_sent_to_their_place_in_the_order_of_axes() -> None:
     """A dim that a later axis splits already: the pieces that a reduce-scatter leaves are in the order of that axis."""
     sent = moves(np.array([[PARTIAL, 0], [0, PARTIAL]]), np.array([[0, 0]]), machine(TWO)).sent[:, :, 0]

@@ -397,16 +397,6 @@ def preferred(problem: Problem) -> float:
     return sum(float(extra.max()) for extra in layout_preference(problem)) / 1e6
 
 
-@pytest.mark.parametrize("seed", range(0, COUNT, 6))
-def test_brute_force_costs_are_those_of_choices(seed: int) -> None:
-    problem, rng = random_task(seed).problem, np.random.default_rng(seed)
-    parts = tables(problem)
-    for _ in range(20):
-        choice = [int(rng.integers(len(node.layouts))) for node in problem.nodes]
-        paid = sum(float(part.cost[tuple(choice[node] for node in part.nodes)]) for part in parts)
-        assert paid == pytest.approx(problem.cost(choice), rel=1e-9)
-
-
 def test_brute_force_finds_what_trying_everything_finds() -> None:
     tried = 0
     for seed in range(COUNT):
