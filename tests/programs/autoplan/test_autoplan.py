@@ -1,4 +1,4 @@
-"""What theory says about parallel training, and everything that a caller meets."""
+"""The theory of parallel training, and everything that a caller meets."""
 
 import os
 import subprocess

@@ -11,7 +11,7 @@ ROWS = json.loads(TABLE.read_text())
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_model_is_as_far_off_as_when_the_table_was_written(name: str) -> None:
-    """Where a plan is another one, `python -m tests.programs.autoplan.compiled_peaks NAME` compiles it again."""
+    """Of another plan than in the table, `python -m tests.programs.autoplan.compiled_peaks NAME` compiles it again."""
     plan, row = PROGRAMS[name].plan(), ROWS[name]
     assert specs_text(plan) == row["plan"]
     assert plan.peak_bytes / row["compiled_bytes"] == pytest.approx(row["ratio"], abs=0.03)

@@ -94,6 +94,7 @@ class Frontier:
         return Picture(width, height, marks, "time of a call over memory")
 
     def to_svg(self, width: float = 560, height: float = 320) -> str:
+        """Returns the plot as SVG."""
         return self.picture(width, height).to_svg()
 
     def _repr_html_(self) -> str:

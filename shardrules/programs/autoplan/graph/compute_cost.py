@@ -178,7 +178,7 @@ class ComputeCosts:
         return moved
 
     def _result_counts(self, operation: Operation, node: int, layouts: np.ndarray, result_index: int) -> np.ndarray:
-        """Into how many pieces a result is split, in each layout."""
+        """The number of pieces of a result, in each layout."""
         # A node of one result has the layouts of that result; one over the loops of an operation has to be projected.
         rows, factors = layouts, operation.factors
         is_part = bool(factors.reduced) and operation.name in IN_PLACE

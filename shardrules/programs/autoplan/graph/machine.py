@@ -132,7 +132,7 @@ def _device_group(mesh: AnyMesh, axes: tuple[str, ...], mask: int, sheet: Hardwa
 
 
 def _host_count(sizes: Mapping[str, int], group_axes: Sequence[str], per_host: int) -> int:
-    """On how many hosts the group of the first device along some axes is, if hosts are filled in the order of the mesh.
+    """The number of hosts of the first device's group along some axes, if hosts are filled in the order of the mesh.
 
     Not every device is looked at: a cluster may have a billion.
     """
@@ -154,7 +154,7 @@ def _host_count(sizes: Mapping[str, int], group_axes: Sequence[str], per_host: i
 
 
 def _hosts(positions: Sequence[int], stride: int, steps: int, per_host: int) -> int:
-    """On how many hosts devices are that are at these positions, and at as many steps from them."""
+    """The number of hosts of devices at these positions, and at as many steps from them."""
     return len({(step * stride + position) // per_host for step in range(steps) for position in positions})
 
 

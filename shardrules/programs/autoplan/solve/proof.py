@@ -122,12 +122,12 @@ def prime_sizes(count: int) -> dict[str, int]:
 @final
 @attrs.frozen(eq=False)
 class _Splits:
-    """Into how many pieces a mesh may split arrays, on any dims that its axes divide."""
+    """The pieces that a mesh may split arrays into, on any dims that its axes divide."""
 
     program: TracedProgram
     sizes: tuple[int, ...]
     counts: tuple[int, ...]
-    """Into how many pieces some of the axes split an array together."""
+    """The numbers of pieces that some of the axes split an array into together."""
     narrows: bool
     """The compiler may keep float32 as bfloat16, if nothing takes more of it. The one for TPUs does."""
 

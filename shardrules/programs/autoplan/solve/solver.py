@@ -21,7 +21,7 @@ CLOSE = 1e-3
 """The part by which a choice may cost more than the lower bound and end a search: the cost model is off by far more."""
 
 _GAP = 1e-6
-"""At which gap a search without limits of memory stops. With limits it is `CLOSE`: gaps of knapsacks close slowly."""
+"""The gap at which a search without limits of memory stops. With limits it is `CLOSE`: knapsacks close slowly."""
 
 LIMIT_TOLERANCE = 1e-6
 """The part by which a choice may exceed a limit: HiGHS satisfies constraints to 1e-7, in units of the largest array."""

@@ -1,4 +1,4 @@
-"""What is in memory, worked out by hand."""
+"""The contents of memory, worked out by hand."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -55,7 +55,7 @@ def test_what_devices_send_is_in_memory_inside_of_kernels() -> None:
     split, whole = FOUR * 1024 * 256 // 4, FOUR * 1024 * 256
 
     def extra(tanh: int, reduced: int) -> float:
-        """What is there at the maximum beside the argument and the result, for layouts that nodes list: whole first."""
+        """The bytes at the maximum beside the argument and the result, for layouts that nodes list: whole first."""
         result = FOUR * 1024 // (4 if reduced == 1 else 1)
         return task.occupancy.timeline((0, tanh, reduced, 0, 0))[1] - split - result
 
@@ -142,7 +142,6 @@ def test_an_update_in_another_layout_takes_memory_until_it_is_taken() -> None:
 
 
 def test_a_pointwise_chain_takes_no_memory() -> None:
-    """What is fused into its user is never written."""
     x = (4096, 256)
     once = planned(lambda x, w: jnp.tanh(x) @ w, x, (256, 256), pins={0: P("x")})[2].max()
     often = planned(lambda x, w: jnp.tanh(jnp.exp(jnp.sin(x) + 1) * 2) @ w, x, (256, 256), pins={0: P("x")})[2].max()

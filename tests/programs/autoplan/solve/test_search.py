@@ -148,7 +148,7 @@ def test_merging_takes_the_better_parts_of_choices(seed: int) -> None:
 
 
 def test_parts_are_searched_where_nothing_can_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is returned then is the smallest, which programs that are too large for one exact search need parts for."""
+    """The smallest is returned then, which programs that are too large for one exact search need parts for."""
     monkeypatch.setattr(search, "_SMALL", 0)
     answers: list[int] = []
     monkeypatch.setattr(Search, "improve", lambda self: answers.append(int(self.trials.smallest.peak_bytes)))

@@ -23,7 +23,7 @@ from shardrules.programs.autoplan.traced.program import TracedProgram, read_jaxp
 from shardrules.programs.machine.hardware import Hardware
 
 COUNT = 72
-"""How many random programs: for each, one mesh of one axis or of two."""
+"""The number of random programs: for each, one mesh of one axis or of two."""
 
 MESHES = ("x:2", "x:4", "x:8", "x:2,y:2", "x:4,y:2", "x:2,y:4", "x:2,y:3")
 SIZES = (96, 128, 192, 256, 384, 512, 768, 1024, 4096, 7)
@@ -220,7 +220,7 @@ def random_task(seed: int, mesh: str | None = None) -> Task:
 @final
 @attrs.frozen(eq=False)
 class Table:
-    """What the layouts of some nodes cost together: an array with a dim for each node."""
+    """The cost of the layouts of some nodes together: an array with a dim for each node."""
 
     nodes: tuple[int, ...]
     cost: np.ndarray

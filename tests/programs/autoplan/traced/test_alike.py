@@ -45,7 +45,7 @@ def matmul_classes(program: TracedProgram, classes: OpClasses) -> list[int]:
 
 
 def test_layers_in_the_middle_are_equal() -> None:
-    """What is next to the first or the last layer has other operations around it."""
+    """An operation next to the first or the last layer has other operations around it."""
     program, paths = read(loss, layers(12), real(512, 1024))
     matmuls = matmul_classes(program, op_classes(program, paths))
     up, down = matmuls[0::2], matmuls[1::2]

@@ -1,4 +1,4 @@
-"""Which operations read and write memory, on functions whose fusions are obvious."""
+"""Operations that read and write memory, on functions whose fusions are obvious."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ def read(fn: Callable[..., Any], *args: Any) -> TracedProgram:
 
 
 def reading(program: TracedProgram) -> dict[str, int]:
-    """How many kernels read something at each operation, by its name."""
+    """The number of kernels that read something at each operation, by its name."""
     counts = FusedProgram.of(program).read_counts
     return {program.operations[op_index].name: count for (op_index, _), count in counts.items() if count}
 

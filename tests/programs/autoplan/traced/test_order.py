@@ -1,4 +1,4 @@
-"""What compilers put off."""
+"""The order in which compilers run matmuls."""
 
 from typing import Any
 

@@ -34,7 +34,6 @@ def of(program: TracedProgram, *chosen: str) -> list[Operation]:
 
 
 def check(program: TracedProgram) -> None:
-    """What holds for every program."""
     producers = {array: op_index for op_index, op in enumerate(program.operations) for array in op.results}
     assert len(producers) == sum(len(op.results) for op in program.operations), "every array is produced once"
     outside = {*program.arguments, *program.constants}
@@ -248,7 +247,7 @@ def test_a_while_loop_counts_once() -> None:
 
 
 def test_branches_are_regions() -> None:
-    """What comes out of them is joined."""
+    """Their results are joined."""
 
     def fn(p: Any, w: Any, x: Any) -> Any:
         return lax.cond(p, lambda w, x: (x @ w, x), lambda w, x: (x * 2, jnp.ones_like(x)), w, x)

@@ -1,4 +1,4 @@
-"""What compilers make of ragged matmuls."""
+"""Ragged matmuls as compilers have them."""
 
 from typing import Any
 
