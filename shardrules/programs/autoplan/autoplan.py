@@ -181,7 +181,6 @@ def _mesh_texts(count: int) -> list[str]:
 
 
 def answer_query(query: Query, result: SearchResult, deadline: Deadline) -> AutoPlan:
-    """Returns the plan that a search found, proved if it is to be, with its findings."""
     plan = query.plan(result)
     if query.device_mesh is not None:
         plan = prove_plan(plan, query.fn, query.device_mesh, deadline)

@@ -1,4 +1,4 @@
-"""What `autoplan` searches: a function on one mesh, with a limit of memory and pins."""
+"""The query of `autoplan`: a function on one mesh, with a limit of memory and pins."""
 
 import collections
 import numbers
@@ -35,7 +35,7 @@ from shardrules.programs.machine.targets import Target
 @final
 @attrs.frozen
 class QueryOptions:
-    """What the user asks for, beside the function and the mesh."""
+    """The wishes of the user, beside the function and the mesh."""
 
     memory_limit: int | str | None
     pins: ShardingRule | None
@@ -62,9 +62,9 @@ class Query:
     """For indices of arrays of the arguments the specs that they have to have."""
     task: Task
     read_seconds: float
-    """How long reading took: another mesh, or other pins, take about as long again, which no deadline interrupts."""
+    """The time that reading took. Another mesh, or other pins, take as long again, which no deadline interrupts."""
     device_mesh: Mesh | None
-    """What to compile for, if the compiler is to decide what fits."""
+    """The devices to compile for, if the compiler is to decide what fits."""
 
     def check_possible(self) -> None:
         """Raises `DoesNotFitError` if it is certain that no plan fits."""

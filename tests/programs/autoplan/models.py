@@ -242,7 +242,6 @@ def nested(x: Any, w: Any) -> Any:
 
 
 def swapped(x: Any, y: Any) -> Any:
-    """What goes round changes places."""
     return lax.fori_loop(0, 3, lambda _, s: (s[1], s[0] @ s[1]), (x, y))
 
 
@@ -396,7 +395,7 @@ TRAINED = (
     ),
     Case("nested loops", nested, lambda: (real(BATCH, WIDTH), real(LAYERS, WIDTH, WIDTH))),
 )
-"""What people train, and loops."""
+"""Trainings, and loops."""
 
 SMALL = (
     Case("cond", either, lambda: (real(WIDTH, WIDTH), real(BATCH, WIDTH))),

@@ -312,7 +312,7 @@ def scatter(
 MODES = ("fill", "clip", "promise_in_bounds")
 SCATTERS = (lax.scatter_add, lax.scatter_sub, lax.scatter_mul, lax.scatter_min, lax.scatter_max, lax.scatter)
 PLACES = np.concatenate([integers(4, 1), np.zeros((4, 2), np.int32)], 1)
-"""Where a dynamic slice under `vmap` looks. It reads all of the last two dims, but has an index for each."""
+"""The positions that a dynamic slice under `vmap` reads. It takes all of the last two dims, with indices."""
 
 INDEXED = (
     *(Case(f"gather rows, {mode}", gather((2,), (0,), (0,), (1, 8), mode=mode), (TABLE, ROWS)) for mode in MODES),

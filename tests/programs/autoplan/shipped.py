@@ -191,7 +191,7 @@ SHIPPED: dict[str, Shipped] = {
     ),
     "softmax": Shipped(f"{OPS}gpu.softmax", lambda module: module.softmax, (struct(64, 128),), ("a. -> a.",)),
 }
-"""By what they are. Those of cuDNN are primitives, and in their own test."""
+"""All but the kernels of cuDNN, which are primitives, and in their own test."""
 
 
 def text_of(factors: Factors | None) -> str:

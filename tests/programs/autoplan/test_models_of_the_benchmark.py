@@ -16,7 +16,7 @@ BENCHMARKS = str(REPOSITORY / "benchmarks")
 
 
 def toy(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Any, Any, Any]:
-    """What the file of models has, one of its models, its step, and arrays for that."""
+    """The names in the file of models, one of its models, its step, and arrays for that."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     names = vars(importlib.import_module("plan_models"))
     model: Any = {**names["MODELS"], **names["KINDS"]}[name]

@@ -32,6 +32,7 @@ def test_a_shard_map_with_one_result_stays_as_it_is() -> None:
     x = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
     planned = sr.autoplan(whole, x, mesh=mesh, pins=sr.SpecTreeShardingRule((P("data"),)))
     assert planned.wire_bytes == 0
+    assert "opaque" in [finding.code for finding in planned.findings]
     assert planned.result_specs == (P("data"),)
     np.testing.assert_allclose(planned.jit(whole)(x), 2 * np.tanh(x), rtol=1e-6)
 

@@ -22,7 +22,7 @@ from tests.programs.autoplan.test_autoplan import GRID, codes, loss, mlp, train
 
 LIMIT = 10.0
 GRACE = 1.0
-"""By how many seconds a search may exceed its time limit: a tenth."""
+"""The seconds by which a search may exceed its time limit: a tenth."""
 
 SLOW_LINKS = attrs.evolve(sr.Hardware.named("cuda:h100"), name="slow links", link_bytes_per_second=1e9)
 PINS = sr.RegexShardingRule([(r"^1$", P(None, "data")), (r"^0/", P())])

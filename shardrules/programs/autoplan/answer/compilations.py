@@ -89,12 +89,10 @@ class Compilations(Generic[_Plan]):
 
     @property
     def failures(self) -> dict[Any, Exception]:
-        """The errors of plans of which it is unknown what they need."""
         return {key: error for key, error in self.errors.items() if key not in self.peaks}
 
     @property
     def count(self) -> int:
-        """The number of plans that the compiler was asked about."""
         return len(self.peaks) + len(self.failures)
 
     def not_compiled(self, key: Any, modelled_bytes: int) -> Finding:

@@ -10,11 +10,12 @@ from shardrules.core.finding import template
 from shardrules.core.source import equation_line, short_line
 from shardrules.core.spec import spec_repr
 from shardrules.core.text import bytes_text
-from shardrules.programs.autoplan.graph.layouts import spec_of
+from shardrules.programs.autoplan.graph.layouts import dim_axes, spec_of
 from shardrules.programs.autoplan.graph.machine import COLLECTIVE_KINDS
 from shardrules.programs.autoplan.graph.problem import Problem
 from shardrules.programs.autoplan.graph.region_cost import shard_axes
 from shardrules.programs.autoplan.traced.program import TracedProgram
+from shardrules.programs.autoplan.traced.unions import Unions
 from shardrules.programs.costs.step_time import seconds_text
 
 _Dim: TypeAlias = tuple[int, int]
@@ -152,7 +153,6 @@ class Alternative:
 
 
 def alternative_text(alternative: Alternative | None) -> str:
-    """Returns one line about the next best plan."""
     if alternative is None:
         return "no other layout fits"
     wire = f"{'+' if alternative.wire_bytes >= 0 else '-'}{bytes_text(abs(alternative.wire_bytes))} on the wire"
@@ -161,7 +161,6 @@ def alternative_text(alternative: Alternative | None) -> str:
 
 
 def array_uses(problem: Problem, choice: Sequence[int], argument_index: int) -> tuple[ArrayUse, ...]:
-    """Returns the operations that use an argument."""
     program = problem.program
     uses: list[ArrayUse] = []
     for op_index, position, array in _operands_of(program, argument_index):
@@ -169,7 +168,8 @@ def array_uses(problem: Problem, choice: Sequence[int], argument_index: int) -> 
         if (op_index, position) not in problem.operand_homes or operation.role == "return":
             continue
         layout = problem.layout(problem.operand_homes[op_index, position], choice)
-        seconds, kinds, wire_bytes = _operand_move(problem, choice, op_index, position)
+        seconds, sent = problem.operand_move(choice, op_index, position)
+        kinds = tuple(kind for kind, nbytes in zip(COLLECTIVE_KINDS, sent, strict=True) if nbytes)
         # Other roles, such as entering a loop, compute nothing: they count only where the array has to be moved.
         if operation.role != "compute" and not kinds:
             continue
@@ -180,7 +180,7 @@ def array_uses(problem: Problem, choice: Sequence[int], argument_index: int) -> 
             price = problem.region_price(op_index, choice)
             name = f"region {price.name} {seconds_text(operation.run_count * price.seconds)}"
             others = _other_alternatives(problem, choice, op_index)
-        uses.append(ArrayUse(name, line, spec, kinds, int(wire_bytes), seconds, others))
+        uses.append(ArrayUse(name, line, spec, kinds, int(sent.sum()), seconds, others))
     # Repeated layers use it alike: each use is listed once.
     return tuple(dict.fromkeys(uses))
 
@@ -232,24 +232,9 @@ def other_regions(problem: Problem, choice: Sequence[int], argument_index: int) 
     return tuple(dict.fromkeys(others))
 
 
-def _operand_move(
-    problem: Problem, choice: Sequence[int], op_index: int, position: int
-) -> tuple[float, tuple[str, ...], float]:
-    """Returns the seconds, collectives and bytes that it takes to bring an operand to an operation."""
-    edge_index = problem.edge_indices.get((op_index, position))
-    if edge_index is None:
-        return 0.0, (), 0.0
-    edge = problem.edges[edge_index]
-    # The tables of an edge have a row for each layout of the array before the move, and a column for each after it.
-    row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
-    bytes_by_kind = edge.moves.sent[:, row, column] * edge.nbytes * edge.move_count
-    kinds = tuple(kind for kind, wire_bytes in zip(COLLECTIVE_KINDS, bytes_by_kind, strict=True) if wire_bytes)
-    return float(edge.seconds[row, column]) * edge.move_count, kinds, float(bytes_by_kind.sum())
-
-
 def split_dims(problem: Problem, choice: Sequence[int], paths: Sequence[str]) -> tuple[SplitDim, ...]:
     """Returns the families of dims that any axis splits, those with the most FLOPs first."""
-    families = _Families(problem.program)
+    families = _families(problem.program)
     flops = _flops_by_axes(problem, choice, families)
     names, argument_axes = _argument_axes(problem, choice, paths, families)
     rows: list[tuple[float, SplitDim]] = []
@@ -272,7 +257,7 @@ def split_dims(problem: Problem, choice: Sequence[int], paths: Sequence[str]) ->
 
 
 def _flops_by_axes(
-    problem: Problem, choice: Sequence[int], families: "_Families"
+    problem: Problem, choice: Sequence[int], families: Unions[_Dim]
 ) -> dict[_Dim, dict[tuple[str, ...], float]]:
     """Returns for each family of dims the FLOPs of the operations on it, by the axes that split it there."""
     program = problem.program
@@ -287,7 +272,7 @@ def _flops_by_axes(
             layout = problem.layout(problem.operand_homes[op_index, position], choice)
             for dim, factor in enumerate(operation.factors.operands[position]):
                 if factor is not None and program.arrays[operand].shape[dim] > 1:
-                    split_by.setdefault(families.root((operand, dim)), _axes_on(problem, layout, dim))
+                    split_by.setdefault(families.root((operand, dim)), dim_axes(layout, dim, problem.machine))
         for root, axes in split_by.items():
             by_axes = flops.setdefault(root, {})
             by_axes[axes] = by_axes.get(axes, 0.0) + operation.flops * operation.run_count
@@ -295,7 +280,7 @@ def _flops_by_axes(
 
 
 def _argument_axes(
-    problem: Problem, choice: Sequence[int], paths: Sequence[str], families: "_Families"
+    problem: Problem, choice: Sequence[int], paths: Sequence[str], families: Unions[_Dim]
 ) -> tuple[dict[_Dim, list[str]], dict[_Dim, dict[str, None]]]:
     """Returns for each family the arguments that have it, and the axes that split it in them."""
     names: dict[_Dim, list[str]] = {}
@@ -309,14 +294,10 @@ def _argument_axes(
             if size > 1:
                 root = families.root((array_index, dim))
                 names.setdefault(root, []).append(f"{path}[{dim}]")
-                axes = _axes_on(problem, layout, dim)
+                axes = dim_axes(layout, dim, problem.machine)
                 if axes:
                     argument_axes.setdefault(root, {}).update(dict.fromkeys(axes))
     return names, argument_axes
-
-
-def _axes_on(problem: Problem, layout: Sequence[int], dim: int) -> tuple[str, ...]:
-    return tuple(axis for axis, split_dim in zip(problem.machine.axes, layout, strict=True) if split_dim == dim)
 
 
 def _family_name(names: list[str]) -> str:
@@ -326,39 +307,16 @@ def _family_name(names: list[str]) -> str:
     return ", ".join(distinct[:3]) + (" ..." if len(distinct) > 3 else "")
 
 
-@final
-class _Families:
-    """A union-find over the factors of operations: the dims of arrays that go together."""
-
-    def __init__(self, program: TracedProgram) -> None:
-        self.parents: dict[_Dim, _Dim] = {}
-        for operation in program.operations:
-            groups: dict[int, list[_Dim]] = {}
-            sides = [*zip(operation.operands, operation.factors.operands, strict=True)]
-            sides += [*zip(operation.results, operation.factors.results, strict=True)]
-            for array_index, factors in sides:
-                if array_index is None:
-                    continue
-                for dim, factor in enumerate(factors):
-                    if factor is not None and program.arrays[array_index].shape[dim] > 1:
-                        groups.setdefault(factor, []).append((array_index, dim))
-            for first, *others in groups.values():
-                for other in others:
-                    self.join(first, other)
-
-    def root(self, dim: _Dim) -> _Dim:
-        """Returns the dim that represents its family."""
-        descendants: list[_Dim] = []
-        while self.parents.get(dim, dim) != dim:
-            descendants.append(dim)
-            dim = self.parents[dim]
-        # Path compression keeps later look-ups short.
-        for descendant in descendants:
-            self.parents[descendant] = dim
-        return dim
-
-    def join(self, first: _Dim, second: _Dim) -> None:
-        """Joins two families; the dim that comes first in the program represents both."""
-        # Sorted, so that names do not depend on the order of joins.
-        low, high = sorted((self.root(first), self.root(second)))
-        self.parents[high] = low
+def _families(program: TracedProgram) -> Unions[_Dim]:
+    families = Unions[_Dim]()
+    for operation in program.operations:
+        firsts: dict[int, _Dim] = {}
+        sides = [*zip(operation.operands, operation.factors.operands, strict=True)]
+        sides += [*zip(operation.results, operation.factors.results, strict=True)]
+        for array_index, factors in sides:
+            if array_index is None:
+                continue
+            for dim, factor in enumerate(factors):
+                if factor is not None and program.arrays[array_index].shape[dim] > 1:
+                    families.join(firsts.setdefault(factor, (array_index, dim)), (array_index, dim))
+    return families

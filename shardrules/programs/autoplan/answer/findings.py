@@ -74,7 +74,6 @@ class PinCosts:
 
 
 def machine_findings(mesh: AnyMesh, hardware: Hardware | None) -> Iterator[Finding]:
-    """Yields what is assumed about the devices."""
     if hardware is None and not has_sheet(mesh):
         yield Finding(
             "note",
@@ -85,7 +84,6 @@ def machine_findings(mesh: AnyMesh, hardware: Hardware | None) -> Iterator[Findi
 
 
 def program_findings(call: Call, task: Task, choice: Sequence[int]) -> Iterator[Finding]:
-    """Yields what is special about a function."""
     program = task.problem.program
     # First what the plan assumes about the call, then what it could not plan for.
     yield from _feedback_findings(call)
@@ -177,14 +175,12 @@ def pin_findings(call: Call, pinned: Mapping[int, PartitionSpec], seconds: float
 
 
 def nothing_split(call: Call) -> Finding:
-    """Returns the finding that every device does the same."""
     return Finding(
         "note", "nothing-split", f"nothing in {call.name} is worth splitting: every device computes all of it"
     )
 
 
 def untried_meshes(meshes: Sequence[str]) -> Finding:
-    """Returns the finding that there was no time for some meshes."""
     return Finding(
         "warning",
         "untried-meshes",
@@ -212,15 +208,16 @@ def may_not_fit(call: Call, limit_bytes: int, peak_bytes: int, pinned: Sequence[
     if pinned and costs.free_seconds is not None:
         # Those that take most memory come first: they are the likely reason.
         largest = sorted(pinned, key=lambda index: -math.prod(call.structs[index].shape))
-        names = [call.paths[index] for index in largest]
-        shown = ", ".join(names[:_SHOWN_PINS])
-        if len(names) > _SHOWN_PINS:
-            shown += f" and {len(names) - _SHOWN_PINS} more"
-        message += f". Without the pins one fits. Pinned: {shown}"
+        message += f". Without the pins one fits. Pinned: {_pins_text([call.paths[index] for index in largest])}"
         remedy = "Remove the pins that split least, or pass prove=True to ask the compiler"
     elif pinned and not costs.is_complete:
         message += "; the time limit was reached before a search without the pins"
     return Finding("warning", "may-not-fit", message, remedy=remedy)
+
+
+def _pins_text(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - _SHOWN_PINS} more" if len(paths) > _SHOWN_PINS else ""
+    return ", ".join(paths[:_SHOWN_PINS]) + more
 
 
 def near_the_limit(
@@ -266,10 +263,8 @@ def does_not_fit_text(
     if free is not None and free.nbytes <= limit_bytes:
         sizes = {array.name: array.nbytes for array in bound.arrays}
         paths = sorted(pinned_paths, key=lambda path: -sizes.get(path, 0))
-        shown = ", ".join(paths[:_SHOWN_PINS])
-        if len(paths) > _SHOWN_PINS:
-            shown += f" and {len(paths) - _SHOWN_PINS} more"
-        return f"{text}. Without the pins nothing proves that. Pinned: {shown}. Remove the pins that split least"
+        pins = _pins_text(paths)
+        return f"{text}. Without the pins nothing proves that. Pinned: {pins}. Remove the pins that split least"
     if bound.operation == AT_REST:
         return f"{text}. Use more devices, or a smaller batch"
     return f"{text}. Use more devices, a smaller batch, or recompute activations (jax.checkpoint)"

@@ -33,7 +33,6 @@ class HostTraffic:
 
     @classmethod
     def of(cls, problem: Problem, choice: Sequence[int]) -> Self:
-        """Adds up the moves of a plan."""
         program, machine = problem.program, problem.machine
 
         def device_bytes(array: int) -> float:

@@ -87,7 +87,6 @@ def _moved(old: ShardingPlan, new: ShardingPlan) -> list[_MovedArray]:
 
 
 def _kind_blocks(plan: ShardingPlan, index: int) -> Blocks | None:
-    """The blocks of a kind of array; `None` where its spec is unsound."""
     leaf = plan.kinds[index]
     try:
         return blocks_of(leaf.path, leaf, plan.decisions[index], mesh_sizes(plan.mesh))
@@ -112,7 +111,6 @@ def _layout(blocks: Blocks, machine: Machine) -> tuple[int, ...]:
 
 @functools.cache
 def _steps(old: tuple[int, ...], new: tuple[int, ...], machine: Machine) -> list[tuple[str, float]]:
-    """The collectives between two layouts, each with the part of an array that a device sends."""
     parts = moves(np.array([old]), np.array([new]), machine).sent[:, 0, 0]
     return [(kind, float(part)) for kind, part in zip(COLLECTIVE_KINDS, parts, strict=True) if part > 0]
 

@@ -169,7 +169,6 @@ class AutoPlan:
 
     @functools.cached_property
     def _moves(self) -> list[ChosenMove]:
-        """The moves that change layouts, and the exchanges of regions."""
         problem = self.task.problem
         return [*problem.chosen_moves(self.choice), *problem.exchanges(self.choice)]
 
@@ -364,7 +363,6 @@ class AutoPlan:
         )
 
     def _placements(self) -> Placements:
-        """Returns how all arguments are placed, with their names instead of their indices."""
         placements = self.plan.placements()
         paths = self.plan.named_paths
         return attrs.evolve(placements, leaves=dict(zip(paths, placements.leaves.values(), strict=True)))
@@ -413,7 +411,6 @@ class AutoPlan:
         )
 
     def _argument_table(self) -> list[str]:
-        """Returns a row for each argument; arguments of repeated layers share a row."""
         similar: dict[tuple[str, str, str], list[str]] = {}
         for path, array, spec in zip(self.call.paths, self.call.structs, self.specs, strict=True):
             row = (template(path), f"{array.dtype.name}{list(array.shape)}", spec_repr(spec))

@@ -85,7 +85,6 @@ class _Proof:
         return cls(plan, fn, mesh, compilations, plan.result)
 
     def best(self) -> AutoPlan:
-        """Returns the best plan by what was compiled."""
         plan, compilations = self.plan, self.compilations
         plans, peaks, fits = compilations.plans, compilations.peaks, compilations.has_fitting
         if not fits and plan.choice not in peaks and (plan.fits or not peaks):
@@ -180,7 +179,6 @@ class _Proof:
         return self.compilations.is_late
 
     def search(self, task: Task) -> SearchResult:
-        """Searches within the limit, less room."""
         aimed = self.aimed_bytes
         result = search_within(task, aimed, self.search_deadline, self.plan.result.met)
         if aimed == self.plan.memory_limit:

@@ -116,7 +116,6 @@ class _GraphBuilder:
             self._restrict(self.homes[array], spec)
 
     def add_operation(self, op_index: int, op_class: int) -> None:
-        """Adds an operation in the form that it has."""
         operation, arrays = self.program.operations[op_index], self.program.arrays
         operands = [operand for operand in operation.operands if operand is not None]
         if not any(arrays[array].shape for array in (*operation.results, *operands)):
@@ -171,7 +170,6 @@ class _GraphBuilder:
         self._add_compute_seconds(op_index, home.node)
 
     def _add_loops(self, op_index: int, op_class: int) -> None:
-        """Adds an operation whose layouts are splits of its loops."""
         operation = self.program.operations[op_index]
         factors = operation.factors
         node, is_new = self._node_of_class(("node", op_class), factors.sizes, operation.name)
@@ -205,7 +203,6 @@ class _GraphBuilder:
                     self.operand_homes[op_index, index] = self.homes[result]
 
     def _add_as_written(self, op_index: int, op_class: int) -> None:
-        """Adds an operation whose operands and results have the specs that the user wrote."""
         operation = self.program.operations[op_index]
         operand_specs, result_specs = operation.spec
         for operand_index, operand in enumerate(operation.operands):
@@ -229,7 +226,6 @@ class _GraphBuilder:
         return self._node_indices[key], True
 
     def _cluster_home(self, array: int, op_index: int, key: Any) -> Home:
-        """The home of a result in the node of its cluster."""
         dims = tuple(range(len(self.program.arrays[array].shape)))
         root, dims = self.clusters.roots.get(array, (array, dims))
         if root not in self._cluster_nodes:

@@ -85,7 +85,6 @@ class ComputeCosts:
 
     @functools.cached_property
     def _loop_heads(self) -> frozenset[int]:
-        """The first array that goes round each loop."""
         program = self.fusion.program
         heads: dict[int, int] = {}
         for op_index, operation in enumerate(program.operations):
@@ -96,7 +95,6 @@ class ComputeCosts:
     def _traffic_seconds(
         self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
     ) -> np.ndarray:
-        """The time of reading and writing in each layout."""
         read, written = self._traffic_bytes(op_index, node, layouts, operand_homes)
         hardware = self.machine.hardware
         # A kernel that begins at another operation may read less than it writes there.
@@ -131,7 +129,6 @@ class ComputeCosts:
     def _traffic_bytes(
         self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The bytes that a device reads, and the bytes that it writes, in each layout."""
         fusion, machine = self.fusion, self.machine
         operation = fusion.program.operations[op_index]
         copies = self._masked_copies(operation, layouts)
@@ -159,7 +156,6 @@ class ComputeCosts:
         return read, written
 
     def _masked_copies(self, operation: Operation, layouts: np.ndarray) -> dict[int, np.ndarray]:
-        """The number of masked copies that a device has of each operand of a ragged matmul, in each layout."""
         if operation.name != "ragged_dot_general" or self.machine.has_ragged_kernels:
             return {}
         factor = group_factor(operation)
@@ -171,7 +167,6 @@ class ComputeCosts:
     def _masked_copy_bytes(
         self, op_index: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
     ) -> np.ndarray:
-        """The bytes that a device reads and writes to make the masked copies of a ragged matmul."""
         operation, arrays = self.fusion.program.operations[op_index], self.fusion.program.arrays
         moved = np.zeros(len(layouts))
         for operand_index, copies in self._masked_copies(operation, layouts).items():
@@ -183,7 +178,7 @@ class ComputeCosts:
         return moved
 
     def _result_counts(self, operation: Operation, node: int, layouts: np.ndarray, result_index: int) -> np.ndarray:
-        """Into how many pieces a result is split, in each layout."""
+        """The number of pieces of a result, in each layout."""
         # A node of one result has the layouts of that result; one over the loops of an operation has to be projected.
         rows, factors = layouts, operation.factors
         is_part = bool(factors.reduced) and operation.name in IN_PLACE
@@ -262,7 +257,6 @@ class ComputeCosts:
         )
 
     def _matmul_seconds(self, operation: Operation, layouts: np.ndarray, homes: Sequence[Home | None]) -> np.ndarray:
-        """The time of multiplying in each layout, at the rate of the shapes that a device has."""
         shapes = [
             self.fusion.program.arrays[operand].shape for operand in operation.operands[:2] if operand is not None
         ]
@@ -300,7 +294,6 @@ class ComputeCosts:
         return self._matmuls[key]
 
     def _local_shapes(self, shape: tuple[int, ...], layouts: np.ndarray, home: Home | None) -> np.ndarray:
-        """The shape of an operand on a device, for each layout."""
         sizes = np.tile(np.array(shape, np.int64), (len(layouts), 1))
         if home is not None:
             for column, size in zip(project(layouts, home).T, self.machine.sizes, strict=True):

@@ -79,7 +79,6 @@ class EdgeBuilder:
                 self._count_group(tuple(sorted(edge_indices)), count)
 
     def add_results(self, produced_homes: Mapping[tuple[int, int], Home]) -> None:
-        """Adds the edges of results that change their layout right after the operation."""
         for (op_index, result_index), produced in produced_homes.items():
             operation = self.program.operations[op_index]
             array = operation.results[result_index]
@@ -134,7 +133,6 @@ class EdgeBuilder:
         return Waiting.of(self.program)
 
     def _timing(self, op_indices: Sequence[int], array: int) -> _Timing:
-        """The timing of an array that is moved to some operations."""
         has_time = all(self._waiting.has_time(op_index, array) for op_index in op_indices)
         return _Timing(
             exposed=1.0 - self.machine.assumptions.hidden * has_time,

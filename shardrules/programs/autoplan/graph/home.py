@@ -28,7 +28,6 @@ def nest_home(node: int, factors: Factors, array: Sequence[int | None], sums: tu
 
 
 def project(rows: np.ndarray, home: Home) -> np.ndarray:
-    """The layouts of an array that follow from layouts of its node."""
     # A lookup table from dims of the node to dims of the array. WHOLE and PARTIAL are -1 and -2, so they index its last
     # two entries, which no dim reaches.
     node_dims = (*(dim for dim in home.dims if dim is not None), *(node_dim for node_dim, _ in home.joint))

@@ -33,7 +33,6 @@ class HostMove:
 
 
 def host_move(program: TracedProgram, op_index: int, assumptions: Assumptions) -> HostMove | None:
-    """Returns what an operation moves to the host or from it; `None` for all others."""
     operation = program.operations[op_index]
     if not changes_memory(operation):
         return None

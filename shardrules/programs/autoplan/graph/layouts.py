@@ -30,14 +30,6 @@ def all_layouts(sizes: Sequence[int], machine: Machine, partial: bool = False) -
 
     The pieces of each dim divide its size in `sizes`, which is 1 for a dim that cannot be split. `partial`: also as
     parts of sums.
-
-    ```python
-    from shardrules.programs.autoplan.graph.layouts import all_layouts
-    from shardrules.programs.autoplan.graph.machine import Machine
-
-    machine = Machine.of(sr.mesh_shape("data:4,model:2"))
-    assert all_layouts((8, 2), machine).tolist() == [[-1, -1], [-1, 0], [-1, 1], [0, -1], [0, 0], [0, 1]]
-    ```
     """
     choices = [
         [
@@ -58,7 +50,6 @@ def all_layouts(sizes: Sequence[int], machine: Machine, partial: bool = False) -
 
 
 def dim_shard_count(layout: Sequence[int], dim: int, machine: Machine) -> int:
-    """Into how many pieces a layout splits a dim."""
     count = 1
     for split_dim, size in zip(layout, machine.sizes, strict=True):
         if split_dim == dim:
@@ -66,8 +57,12 @@ def dim_shard_count(layout: Sequence[int], dim: int, machine: Machine) -> int:
     return count
 
 
+def dim_axes(layout: Sequence[int], dim: int | None, machine: Machine) -> tuple[str, ...]:
+    """The axes that split a dim in a layout; those along which it is in parts for `PARTIAL`."""
+    return tuple(axis for axis, split_dim in zip(machine.axes, layout, strict=True) if split_dim == dim)
+
+
 def shard_counts(rows: np.ndarray, machine: Machine) -> np.ndarray:
-    """For each layout into how many pieces it splits an array."""
     return np.where(rows >= 0, np.array(machine.sizes, np.int64), 1).prod(axis=1, dtype=np.int64)
 
 
@@ -75,7 +70,7 @@ def spec_of(layout: Sequence[int], ndim: int, machine: Machine) -> PartitionSpec
     """A layout as a `PartitionSpec`, in which partial sums count as whole."""
     entries: list[str | tuple[str, ...] | None] = []
     for dim in range(ndim):
-        axes = tuple(axis for axis, split_dim in zip(machine.axes, layout, strict=True) if split_dim == dim)
+        axes = dim_axes(layout, dim, machine)
         entries.append(None if not axes else axes[0] if len(axes) == 1 else axes)
     while entries and entries[-1] is None:
         entries.pop()
@@ -151,12 +146,6 @@ def relayout_steps(start: Layout, end: Layout) -> list[Layout]:
     """The layouts that an array goes through from `start` to `end`, which is the last; none where both are the same.
 
     They are the steps that `moves` pays for. Partial sums in `start` count as whole.
-
-    ```python
-    from shardrules.programs.autoplan.graph.layouts import relayout_steps
-
-    assert relayout_steps((0, -1), (-1, 1)) == [(0, 1), (-1, 1)]  # sliced, then gathered
-    ```
     """
     before, after = (np.array(row, np.int16)[None, None, :] for row in (start, end))
     scattered = (before == PARTIAL) & (after != PARTIAL) & _is_reduce_scatter(before, after)[:, :, None]
@@ -217,11 +206,9 @@ class _Bill:
         self.sent = np.zeros((len(COLLECTIVE_KINDS), *shape))
 
     def device_counts(self, axes: np.ndarray) -> np.ndarray:
-        """The number of devices along the axes of each pair."""
         return np.where(axes, self.sizes, 1.0).prod(axis=2)
 
     def add(self, kind: CollectiveKind, axes: np.ndarray, amount: np.ndarray) -> None:
-        """Adds a collective over some axes, in which a device sends an amount."""
         group = (axes * self.bits).sum(axis=2)  # the bit mask that rates are indexed by; 0, for no axes, costs nothing
         rates = self.machine.rates[kind]
         self.seconds = self.seconds + rates.per_byte[group] * amount

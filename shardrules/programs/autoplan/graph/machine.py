@@ -62,15 +62,7 @@ class Rates:
 @final
 @attrs.frozen(eq=False)
 class Machine:
-    """The mesh that is planned for: its axes of more than one device, and what communicating along them costs.
-
-    ```python
-    from shardrules.programs.autoplan.graph.machine import Machine
-
-    machine = Machine.of(sr.mesh_shape("data:4,model:2"), sr.Hardware.named("cuda:h100"))
-    assert machine.sizes == (4, 2)
-    ```
-    """
+    """The mesh that is planned for: its axes of more than one device, and what communicating along them costs."""
 
     mesh: AnyMesh
     hardware: Hardware
@@ -81,7 +73,6 @@ class Machine:
 
     @classmethod
     def of(cls, mesh: AnyMesh, hardware: Hardware | None = None, assumptions: Assumptions | None = None) -> "Machine":
-        """Reads a mesh; `hardware` is by default the sheet of its devices."""
         sheet = hardware_of(mesh) if hardware is None else hardware
         assumptions = Assumptions() if assumptions is None else assumptions
         sizes = {axis: size for axis, size in mesh_sizes(mesh).items() if size > 1}
@@ -102,20 +93,11 @@ class Machine:
 
     @property
     def puts_off(self) -> bool:
-        """Compilers for it put off computing that nothing waits for, as XLA does for GPUs."""
         return self.is_gpu
 
 
 def hardware_of(mesh: AnyMesh) -> Hardware:
-    """The sheet of a mesh's devices; the H100 sheet where it has no devices, or devices without a sheet.
-
-    ```python
-    from shardrules.programs.autoplan.graph.machine import hardware_of
-
-    assert hardware_of(sr.create_mesh("data:8")).name == "CPU (nominal)"
-    assert "H100" in hardware_of(sr.mesh_shape("data:8")).name
-    ```
-    """
+    """The sheet of a mesh's devices; the H100 sheet where it has no devices, or devices without a sheet."""
     return Hardware.named(_sheet_name(mesh) or "cuda:h100")
 
 
@@ -150,7 +132,7 @@ def _device_group(mesh: AnyMesh, axes: tuple[str, ...], mask: int, sheet: Hardwa
 
 
 def _host_count(sizes: Mapping[str, int], group_axes: Sequence[str], per_host: int) -> int:
-    """On how many hosts the group of the first device along some axes is, if hosts are filled in the order of the mesh.
+    """The number of hosts of the first device's group along some axes, if hosts are filled in the order of the mesh.
 
     Not every device is looked at: a cluster may have a billion.
     """
@@ -172,12 +154,11 @@ def _host_count(sizes: Mapping[str, int], group_axes: Sequence[str], per_host: i
 
 
 def _hosts(positions: Sequence[int], stride: int, steps: int, per_host: int) -> int:
-    """On how many hosts devices are that are at these positions, and at as many steps from them."""
+    """The number of hosts of devices at these positions, and at as many steps from them."""
     return len({(step * stride + position) // per_host for step in range(steps) for position in positions})
 
 
 def _first_group(mesh: Mesh, axes: tuple[str, ...], mask: int) -> list[int]:
-    """The positions of the devices that the axes of a bit mask join with the first."""
     group_axes = [axis for index, axis in enumerate(axes) if mask >> index & 1]
     sizes = mesh_sizes(mesh)
     first_group = tuple(slice(None) if axis in group_axes else 0 for axis in sizes)
@@ -185,7 +166,6 @@ def _first_group(mesh: Mesh, axes: tuple[str, ...], mask: int) -> list[int]:
 
 
 def _coords(mesh: Mesh, group: Sequence[int]) -> np.ndarray:
-    """The positions of the devices of a group in the torus."""
     devices: Any = mesh.devices.ravel()
     return np.array([devices[position].coords for position in group])
 

@@ -88,7 +88,6 @@ class OperandCopies:
 
     @functools.cached_property
     def _operands(self) -> dict[int, dict[int, DotOperand]]:
-        """For each dot the operands that may have to be copied, by operand index."""
         program, counted = self.fusion.program, set[tuple[object, ...]]()
         operands: dict[int, dict[int, DotOperand]] = {}
         for op_index, operation in enumerate(program.operations):
@@ -138,21 +137,7 @@ class OperandCopies:
 
 
 def copied_filter(program: TracedProgram, operation: Operation) -> int | None:
-    """The filter that a convolution needs in another order, or its gradient, which it returns in another order.
-
-    ```python
-    from shardrules.programs.autoplan.graph.operand_copies import copied_filter
-    from shardrules.programs.autoplan.traced.program import read_jaxpr
-
-    def blur(images, kernel, order):
-        return jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", order, "NHWC"))
-
-    for order, copied in {"HWIO": 1, "OHWI": None}.items():
-        traced = jax.make_jaxpr(blur, static_argnums=2)(jnp.ones((8, 16, 16, 4)), jnp.ones((4, 4, 4, 4)), order)
-        program = read_jaxpr(traced)
-        assert copied_filter(program, program.operations[0]) == copied
-    ```
-    """
+    """The filter that a convolution needs in another order, or its gradient, which it returns in another order."""
     if operation.name != "conv_general_dilated":
         return None
     numbers = operation.equation.params["dimension_numbers"]

@@ -68,6 +68,23 @@ class Edge:
     relayout_seconds: np.ndarray = _NOTHING
     """The time of copies that a move makes the compiler insert before the array is computed: a table like `seconds`."""
 
+    def codes(self, choice: Sequence[int]) -> tuple[int, int]:
+        """The layouts before and after the move under a choice: indices of `from_layouts` and of `to_layouts`."""
+        return self.from_codes[choice[self.start]], self.to_codes[choice[self.end]]
+
+    @functools.cached_property
+    def changes(self) -> np.ndarray:
+        return (self.from_layouts[:, None, :] != self.to_layouts[None, :, :]).any(axis=2)
+
+    def decided(self, table: np.ndarray) -> tuple[int, np.ndarray]:
+        """The node that alone decides what an edge with one layout at either end costs, and what for its layouts.
+
+        `table` is from each layout of the array to each.
+        """
+        if table.shape[0] == 1:
+            return self.end, table[0][self.to_codes]
+        return self.start, table[:, 0][self.from_codes]
+
     @functools.cached_property
     def seconds(self) -> np.ndarray:
         """The time of one move, from each of `from_layouts` to each of `to_layouts`; infinite for impossible ones."""
@@ -76,11 +93,10 @@ class Edge:
         # Compilers combine no exchanges.
         exchanged = moves.sent[[COLLECTIVE_KINDS.index("all-to-all"), COLLECTIVE_KINDS.index("collective-permute")]]
         fixed_share[exchanged.any(axis=0)] = 1.0
-        differs = (self.from_layouts[:, None, :] != self.to_layouts[None, :, :]).any(axis=2)
         sending = np.where(moves.allowed, moves.seconds, 0.0) * self.nbytes + moves.fixed * fixed_share
         # Slicing sends nothing, but of equal plans the one that changes no layout is better: a nanosecond is far below
         # any collective.
-        sending = sending + self.relayout_seconds + 1e-9 * differs
+        sending = sending + self.relayout_seconds + 1e-9 * self.changes
         return np.where(moves.allowed, sending, np.inf)
 
 
@@ -170,24 +186,31 @@ class Problem:
     region_costs: RegionPrices
 
     def layout(self, home: Home, choice: Sequence[int]) -> tuple[int, ...]:
-        """The layout of an array."""
         row = self.nodes[home.node].layouts[choice[home.node]][None]
         return tuple(map(int, project(row, home)[0]))
 
     def region_layout(self, op_index: int, choice: Sequence[int]) -> tuple[int, ...]:
-        """The layout of a region over its factors."""
         node = self.region_nodes.get(op_index)
         if node is None:  # it has only scalars
             return (WHOLE,) * len(self.machine.axes)
         return tuple(map(int, self.nodes[node].layouts[choice[node]]))
 
     def region_price(self, op_index: int, choice: Sequence[int]) -> RegionPrice:
-        """The price of a call of a region."""
         node = self.region_nodes[op_index]
         alternative = self.nodes[node].alternatives[choice[node]]
         return self.region_costs.price(
             self.program.operations[op_index], self.region_layout(op_index, choice), alternative
         )
+
+    def operand_move(self, choice: Sequence[int], op_index: int, position: int) -> tuple[float, np.ndarray]:
+        """The seconds in one call that bringing an operand to an operation takes, and the bytes, by kind."""
+        edge_index = self.edge_indices.get((op_index, position))
+        if edge_index is None:
+            return 0.0, np.zeros(len(COLLECTIVE_KINDS))
+        edge = self.edges[edge_index]
+        row, column = edge.codes(choice)
+        sent = edge.moves.sent[:, row, column] * edge.nbytes * edge.move_count
+        return float(edge.seconds[row, column]) * edge.move_count, sent
 
     def exchanges(self, choice: Sequence[int]) -> list["ChosenMove"]:
         """The exchanges that regions send by hand. `cost` counts them as their computing."""
@@ -215,13 +238,12 @@ class Problem:
         return total + sum(move.seconds * move.count for move in self.chosen_moves(choice))
 
     def chosen_moves(self, choice: Sequence[int]) -> list["ChosenMove"]:
-        """The moves of a choice."""
         moves: list[ChosenMove] = []
         for group, count in self.edge_groups:
             by_target: dict[tuple[int, ...], ChosenMove] = {}
             for edge_index in group:
                 edge = self.edges[edge_index]
-                row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
+                row, column = edge.codes(choice)
                 seconds = float(edge.seconds[row, column])
                 if not seconds:
                     continue

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr
 
 from shardrules.mesh.shape import mesh_shape
 from shardrules.programs.autoplan.graph.compute_cost import ComputeCosts
-from shardrules.programs.autoplan.graph.layouts import dim_shard_count
+from shardrules.programs.autoplan.graph.layouts import dim_axes, dim_shard_count
 from shardrules.programs.autoplan.graph.machine import COLLECTIVE_KINDS, Machine
 from shardrules.programs.autoplan.graph.problem import RegionPrice
 from shardrules.programs.autoplan.traced.fusion import FusedProgram
@@ -26,15 +26,12 @@ def shard_axes(operation: Operation, layout: Sequence[int], machine: Machine) ->
     """The axes of a region's letters in a layout of its node."""
     declaration, factors = operation.equation.params["function"].declaration, operation.factors
 
-    def axes(factor: int | None) -> tuple[str, ...]:
-        return tuple(axis for axis, dim in zip(machine.axes, layout, strict=True) if dim == factor)
-
     letters: dict[str, tuple[str, ...]] = {}
     terms = zip((*declaration.operands, *declaration.results), (*factors.operands, *factors.results), strict=True)
     for letter, factor in (pair for term, dims in terms for pair in zip(term, dims, strict=True)):
-        if letter in declaration.split and factor is not None and axes(factor):
-            letters[letter] = axes(factor)
-    exchange = () if factors.exchange is None else axes(factors.exchange)
+        if letter in declaration.split and (axes := dim_axes(layout, factor, machine)):
+            letters[letter] = axes
+    exchange = dim_axes(layout, factors.exchange, machine)
     return ShardAxes(letters, exchange, machine.axes)
 
 

@@ -37,13 +37,6 @@ def without_branches(jaxpr: Jaxpr, has_derivatives: bool = True) -> Jaxpr:
 
     Gradients of the program are its branches' gradients, also where an element of the branch that is not taken has
     none. A program that is never differentiated needs none: `has_derivatives` is false.
-
-    ```python
-    from shardrules.programs.autoplan.run.branches import without_branches
-
-    program = jax.make_jaxpr(lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x))(jnp.ones(8)).jaxpr
-    assert all(equation.primitive.name != "cond" for equation in without_branches(program).eqns)
-    ```
     """
     steps_of = functools.partial(_steps, has_derivatives)
     return rewritten(jaxpr, steps_of, lambda equation: equation.primitive.name in OPEN)

@@ -15,15 +15,7 @@ _FUNCTION = "call_hi_primitive"
 
 
 def expanded(jaxpr: Jaxpr) -> Jaxpr:
-    """Returns a program with such functions replaced by what they run, at any depth.
-
-    ```python
-    from shardrules.programs.autoplan.run.expand import expanded
-
-    program = jax.make_jaxpr(jnp.searchsorted)(jnp.ones(8), jnp.ones(4)).jaxpr
-    assert all(equation.primitive.name != "call_hi_primitive" for equation in expanded(program).eqns)
-    ```
-    """
+    """Returns a program with such functions replaced by what they run, at any depth."""
     return rewritten(jaxpr, lambda equation: _steps(equation) if equation.primitive.name == _FUNCTION else None)
 
 

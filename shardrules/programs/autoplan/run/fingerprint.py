@@ -35,13 +35,6 @@ def first_difference(program: ClosedJaxpr, other: ClosedJaxpr, *, with_values: b
     """Returns which equation of a program is the first that differs in another, and what is in its place.
 
     It is empty for programs with the same fingerprint; `with_values`, for those whose constants are the same, too.
-
-    ```python
-    from shardrules.programs.autoplan.run.fingerprint import first_difference
-
-    sine, cosine = (jax.make_jaxpr(lambda x, f=f: f(x) + 1)(jnp.ones(4)) for f in (jnp.sin, jnp.cos))
-    assert first_difference(sine, cosine).startswith("sin float32[4]")
-    ```
     """
     for line, replacement in itertools.zip_longest(_lines(program), _lines(other), fillvalue=_END):
         if line.text != replacement.text:

@@ -42,17 +42,7 @@ class LocalSplit:
 
 
 def local_jaxpr(equation: Any, split: LocalSplit, mesh: AnyMesh) -> ClosedJaxpr:
-    """Returns an equation as a program in which each device computes its pieces of the results.
-
-    ```python
-    from shardrules.programs.autoplan.run.local import LocalSplit, local_jaxpr
-
-    mesh = sr.create_mesh("data:8")
-    equation = jax.make_jaxpr(lambda x: jax.lax.top_k(x, 2))(jnp.ones((16, 4))).eqns[0]
-    split = LocalSplit((P("data"),), (P("data"), P("data")), ((), ()))
-    assert [var.aval.shape for var in local_jaxpr(equation, split, mesh).jaxpr.outvars] == [(16, 2), (16, 2)]
-    ```
-    """
+    """Returns an equation as a program in which each device computes its pieces of the results."""
 
     def on_device(*operands: jax.Array) -> list[jax.Array]:
         # The parts of a sum lie side by side in a new dim, one on each device.
@@ -80,15 +70,7 @@ def local_jaxpr(equation: Any, split: LocalSplit, mesh: AnyMesh) -> ClosedJaxpr:
 
 
 def row_major_jaxpr(shape: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: AnyMesh) -> ClosedJaxpr:
-    """Returns a program that changes nothing, but keeps an array's pieces in memory in the order of its dims.
-
-    ```python
-    from shardrules.programs.autoplan.run.local import row_major_jaxpr
-
-    program = row_major_jaxpr(jax.ShapeDtypeStruct((16, 4), jnp.float32), P("data"), sr.create_mesh("data:8"))
-    assert program.jaxpr.outvars[0].aval.shape == (16, 4)
-    ```
-    """
+    """Returns a program that changes nothing, but keeps an array's pieces in memory in the order of its dims."""
 
     def on_device(pieces: jax.Array) -> jax.Array:
         return with_layout_constraint(pieces, Layout(tuple(range(pieces.ndim))))

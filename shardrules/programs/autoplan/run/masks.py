@@ -31,23 +31,7 @@ _LEAST_BYTES = 2**20
 
 
 def with_masks_inside(jaxpr: Jaxpr) -> Jaxpr:
-    """Returns a program whose loops compute such arrays; what no longer needs them is dead code.
-
-    ```python
-    from shardrules.programs.autoplan.run.masks import with_masks_inside
-
-    def masked(x, mask):
-        return jnp.where(mask, x, 0.0)
-
-    def layers(x):
-        mask = jnp.tril(jnp.ones((1024, 1024), bool))
-        return jax.lax.scan(lambda x, _: (masked(x, mask), None), x, length=2)[0]
-
-    program = with_masks_inside(jax.make_jaxpr(layers)(jnp.ones((1024, 1024))).jaxpr)
-    (scan,) = [equation for equation in program.eqns if equation.primitive.name == "scan"]
-    assert "iota" in str(scan.params["jaxpr"])
-    ```
-    """
+    """Returns a program whose loops compute such arrays; what no longer needs them is dead code."""
     makers: list[Any] = []
     constants: set[Any] = set()
     equations = []

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardrules.core.axes import AnyMesh
 from shardrules.core.spec import spec_key
 from shardrules.programs.autoplan.graph.home import Home
-from shardrules.programs.autoplan.graph.layouts import PARTIAL, dim_shard_count, relayout_steps, spec_of
+from shardrules.programs.autoplan.graph.layouts import PARTIAL, dim_axes, dim_shard_count, relayout_steps, spec_of
 from shardrules.programs.autoplan.graph.problem import Problem
 from shardrules.programs.autoplan.graph.region_cost import shard_axes
 from shardrules.programs.autoplan.run.local import LocalSplit, RegionRun, local_jaxpr, row_major_jaxpr
@@ -137,13 +137,11 @@ def _local_split(problem: Problem, choice: Sequence[int], op_index: int) -> Loca
         # What a caller passes again may be split along other dims, too: it is sliced afterwards.
         dims = [dim if name is not None else None for dim, name in zip(home.dims, names, strict=True)]
         layout = problem.layout(attrs.evolve(home, dims=tuple(dims)), choice)
-        summed = tuple(axis for axis, dim in zip(machine.axes, layout, strict=True) if dim == PARTIAL)
+        summed = dim_axes(layout, PARTIAL, machine)
         for dim, name in enumerate(names):
             count = dim_shard_count(layout, dim, machine)
             if name is not None:
-                factor_axes[name] = tuple(
-                    axis for axis, other in zip(machine.axes, layout, strict=True) if other == dim
-                )
+                factor_axes[name] = dim_axes(layout, dim, machine)
             is_split |= count > 1
             is_even &= count == 1 or (name is not None and factors.sizes[name] % count == 0)
         return spec_of(layout, len(names), machine), summed

@@ -36,8 +36,8 @@ class MemoryConstraint:
         total = self.constant_bytes + sum(float(sizes[choice[node]]) for node, sizes in self.layout_bytes.items())
         for edge_index, sizes in self.copy_bytes.items():
             edge = problem.edges[edge_index]
-            row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
-            if (edge.from_layouts[row] != edge.to_layouts[column]).any():
+            row, column = edge.codes(choice)
+            if edge.changes[row, column]:
                 total += float(sizes[column])
         return total
 
@@ -124,10 +124,9 @@ class Formulation:
         if not (cost != 0).any():
             return
         # With one layout at either end, the layout of the other decides the cost: no variables are needed.
-        if cost.shape[0] == 1:
-            self.costs[edge.end] = self.costs[edge.end] + cost[0][edge.to_codes]
-        elif cost.shape[1] == 1:
-            self.costs[edge.start] = self.costs[edge.start] + cost[:, 0][edge.from_codes]
+        if 1 in cost.shape:
+            node, costs = edge.decided(cost)
+            self.costs[node] = self.costs[node] + costs
         else:
             self._add_pairs(edge_index, cost)
 
@@ -209,17 +208,12 @@ class Formulation:
             edge = self.problem.edges[edge_index]
             # A move to the layout that the array has already makes no copy.
             if edge_index in self.pairs:
-                differs = (edge.from_layouts[:, None, :] != edge.to_layouts[None, :, :]).any(axis=2)
-                columns.append(self.pairs[edge_index][1] + np.arange(differs.size))
-                values.append((differs * sizes[None, :]).ravel())
-            elif len(edge.from_layouts) == 1:
-                differs = (edge.to_layouts != edge.from_layouts[0]).any(axis=1)
-                columns.append(np.arange(len(edge.to_codes)) + self.offsets[edge.end])
-                values.append((differs * sizes)[edge.to_codes])
-            elif len(edge.to_layouts) == 1:
-                differs = (edge.from_layouts != edge.to_layouts[0]).any(axis=1)
-                columns.append(np.arange(len(edge.from_codes)) + self.offsets[edge.start])
-                values.append((differs * sizes[0])[edge.from_codes])
+                columns.append(self.pairs[edge_index][1] + np.arange(edge.changes.size))
+                values.append((edge.changes * sizes).ravel())
+            elif 1 in edge.changes.shape:
+                node, layout_sizes = edge.decided(edge.changes * sizes)
+                columns.append(np.arange(len(layout_sizes)) + self.offsets[node])
+                values.append(layout_sizes)
         return (
             np.concatenate(columns) if columns else np.zeros(0, int),
             np.concatenate(values) if values else np.zeros(0),

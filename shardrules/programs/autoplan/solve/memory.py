@@ -169,7 +169,7 @@ class Occupancy:
         spans: dict[tuple[tuple[int, int], bytes], tuple[int, int, float]] = {}
         for copy in self.copies:
             edge = problem.edges[copy.edge]
-            row, column = edge.from_codes[choice[edge.start]], edge.to_codes[choice[edge.end]]
+            row, column = edge.codes(choice)
             target = edge.to_layouts[column]
             source = edge.from_layouts[row]
             if (source == target).all() or (copy.is_fused and not _is_sent(source, target)):

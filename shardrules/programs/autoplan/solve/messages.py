@@ -14,82 +14,77 @@ import attrs
 import numpy as np
 
 from shardrules.programs.autoplan.graph.home import project
-from shardrules.programs.autoplan.graph.problem import Edge, Problem
+from shardrules.programs.autoplan.graph.problem import Problem
 from shardrules.programs.autoplan.solve.deadline import Deadline
 from shardrules.programs.autoplan.solve.formulation import MemoryConstraint
 
 
 @final
 @attrs.define(eq=False)
-class _Link:
-    """The cost of two nodes together, over codes: several layouts of a node may be the same layout of an array."""
+class _End:
+    """A node at one end of a link. Several of its layouts may be one code: the same layout of an array."""
 
-    start: int
-    end: int
+    node: int
+    codes: np.ndarray
+    """For each layout its code."""
+    order: np.ndarray
+    """The layouts, sorted by their code."""
+    firsts: np.ndarray
+    """For each code its first position in `order`."""
+    costs: np.ndarray
+    """The costs that were moved here from the layouts, by code; costs that were moved to them are negative."""
+
+    @classmethod
+    def of(cls, node: int, codes: np.ndarray, count: int) -> "_End":
+        order = np.argsort(codes, kind="stable")
+        return cls(node, codes, order, np.searchsorted(codes[order], np.arange(count)), np.zeros(count))
+
+
+@final
+@attrs.define(eq=False)
+class _Link:
+    """The cost of two nodes together, over their codes."""
+
+    ends: tuple[_End, _End]
     cost: np.ndarray
-    """From each code of the start to each of the end."""
-    start_order: np.ndarray
-    """The layouts of the start, sorted by their code."""
-    start_firsts: np.ndarray
-    """For each code its first position in `start_order`."""
-    start_codes: np.ndarray
-    end_order: np.ndarray
-    end_firsts: np.ndarray
-    end_codes: np.ndarray
-    start_costs: np.ndarray
-    """The costs that were moved here from the layouts of the start, by code; costs that were moved to it are negative.
-    """
-    end_costs: np.ndarray
+    """From each code of the first end to each of the last."""
     priced: np.ndarray
     """The costs of pairs, with their copies."""
     memory_cost: np.ndarray | None = None
     """The costs of copies at the prices of memory."""
-    copies: np.ndarray | None = None
-    """The pairs in which the array gets another layout."""
 
     @classmethod
     def of(cls, start: int, start_codes: np.ndarray, end: int, end_codes: np.ndarray, cost: np.ndarray) -> "_Link":
         """Returns a link to which nothing was moved."""
         rows, columns = cost.shape
-        (start_order, start_firsts), (end_order, end_firsts) = _by_code(start_codes, rows), _by_code(end_codes, columns)
-        return cls(
-            *(start, end, cost, start_order, start_firsts, start_codes),
-            *(end_order, end_firsts, end_codes, np.zeros(rows), np.zeros(columns), cost),
-        )
+        return cls((_End.of(start, start_codes, rows), _End.of(end, end_codes, columns)), cost, cost)
+
+    def side(self, node: int) -> int:
+        """The index of the end at a node."""
+        return 0 if self.ends[0].node == node else 1
 
     def joint(self) -> np.ndarray:
         """The present cost of each pair."""
-        cost = self.priced + self.start_costs[:, None]
-        cost += self.end_costs
+        start, end = self.ends
+        cost = self.priced + start.costs[:, None]
+        cost += end.costs
         return cost
 
-    def least(self, axis: int) -> np.ndarray:
-        """The least cost of each code of the start now, with axis 1; of each code of the end, with axis 0."""
-        return np.minimum.reduce(self.joint(), axis)  # a third faster than `.min(axis)`, for arrays this small
+    def least(self, side: int) -> np.ndarray:
+        """The least cost of each code of an end now."""
+        return np.minimum.reduce(self.joint(), 1 - side)  # a third faster than `.min(axis)`, for arrays this small
 
-    def beside_end(self, code: int) -> np.ndarray:
-        """The cost of each code of the start beside one of the end."""
-        return self.priced[:, code] + self.start_costs + self.end_costs[code]
-
-    def beside_start(self, code: int) -> np.ndarray:
-        """The cost of each code of the end beside one of the start."""
-        return self.priced[code] + self.start_costs[code] + self.end_costs
+    def beside(self, side: int, code: int) -> np.ndarray:
+        """The cost of each code of an end beside one of the other."""
+        start, end = self.ends
+        if side == 0:
+            return self.priced[:, code] + start.costs + end.costs[code]
+        return self.priced[code] + start.costs[code] + end.costs
 
     def set_costs(self, cost: np.ndarray, memory_cost: np.ndarray | None) -> None:
         """Changes what pairs cost, and what their copies cost at the prices of memory."""
         self.cost, self.memory_cost = cost, memory_cost
         self.priced = cost if memory_cost is None else cost + memory_cost
-
-
-def _by_code(codes: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Layouts sorted by their code, and the first of each code."""
-    order = np.argsort(codes, kind="stable")
-    return order, np.searchsorted(codes[order], np.arange(count))
-
-
-def _copies(edge: Edge) -> np.ndarray:
-    """The pairs of layouts in which an array gets another layout."""
-    return (edge.from_layouts[:, None, :] != edge.to_layouts[None, :, :]).any(axis=2)
 
 
 @final
@@ -144,7 +139,7 @@ class Messages:
         self.earlier: list[list[_Link]] = [[] for _ in problem.nodes]
         self.later: list[list[_Link]] = [[] for _ in problem.nodes]
         for link in self.links:
-            first, last = sorted((link.start, link.end))
+            first, last = sorted(end.node for end in link.ends)
             self.later[first].append(link)
             self.earlier[last].append(link)
 
@@ -154,7 +149,7 @@ class Messages:
             edge = self.problem.edges[edge_index]
             cost = np.minimum(edge.seconds * count, self.impossible)
             if len(group) == 1 and 1 in cost.shape and edge.start != edge.end:
-                node, costs = self._decided(edge_index, cost)
+                node, costs = edge.decided(cost)
                 self.unary[node] = self.unary[node] + costs
             elif edge.start != edge.end:
                 link = _Link.of(edge.start, edge.from_codes, edge.end, edge.to_codes, cost)
@@ -165,13 +160,6 @@ class Messages:
                 self.unary[edge.start] = self.unary[edge.start] + cost[edge.from_codes, edge.to_codes]
         if len(members) > 1:
             self._add_bundle(members)
-
-    def _decided(self, edge_index: int, table: np.ndarray) -> tuple[int, np.ndarray]:
-        """Returns the node that alone decides what an edge with one layout at one end costs, and what by its layout."""
-        edge = self.problem.edges[edge_index]
-        if table.shape[0] == 1:
-            return edge.end, table[0][edge.to_codes]
-        return edge.start, table[:, 0][edge.from_codes]
 
     def _add_bundle(self, members: Sequence[int]) -> None:
         """Lets links share what they cost. Each pays a part at first."""
@@ -224,7 +212,7 @@ class Messages:
         for edge_index, sizes in copies.items():
             edge = self.problem.edges[edge_index]
             if edge_index not in self.edge_links and edge.start != edge.end:
-                node, costs = self._decided(edge_index, _copies(edge) * sizes[None, :])
+                node, costs = edge.decided(edge.changes * sizes)
                 unary[node] += costs
         # Only differences to the old prices are added: messages that were passed at those stay valid.
         for node, costs in enumerate(unary):
@@ -235,9 +223,7 @@ class Messages:
             if sizes is None:
                 link.set_costs(link.cost, None)
                 continue
-            if link.copies is None:
-                link.copies = _copies(self.problem.edges[edge_index])
-            link.set_costs(link.cost, link.copies * sizes[None, :])
+            link.set_costs(link.cost, self.problem.edges[edge_index].changes * sizes)
         return paid
 
     def sweep(self) -> None:
@@ -253,25 +239,16 @@ class Messages:
         """Collects what links to the nodes before cost at least, and gives it to the links to the nodes after."""
         unary = self.unary[node]
         for link in before:
-            if link.start == node:
-                least = link.least(1)
-                link.start_costs = link.start_costs - least
-                unary = unary + least[link.start_codes]
-            else:
-                least = link.least(0)
-                link.end_costs = link.end_costs - least
-                unary = unary + least[link.end_codes]
-        if after:
-            part = unary / max(len(before), len(after))
-            for link in after:
-                if link.start == node:
-                    moved = np.minimum.reduceat(part[link.start_order], link.start_firsts)
-                    link.start_costs = link.start_costs + moved
-                    unary = unary - moved[link.start_codes]
-                else:
-                    moved = np.minimum.reduceat(part[link.end_order], link.end_firsts)
-                    link.end_costs = link.end_costs + moved
-                    unary = unary - moved[link.end_codes]
+            side = link.side(node)
+            end, least = link.ends[side], link.least(side)
+            end.costs = end.costs - least
+            unary = unary + least[end.codes]
+        part = unary / max(len(before), len(after), 1)
+        for link in after:
+            end = link.ends[link.side(node)]
+            moved = np.minimum.reduceat(part[end.order], end.firsts)
+            end.costs = end.costs + moved
+            unary = unary - moved[end.codes]
         self.unary[node] = unary
 
     def _share(self, bundle: _Bundle) -> None:
@@ -300,8 +277,8 @@ class Messages:
         for link in self.links:
             joint = link.joint()
             joint = joint - joint.min()
-            beliefs[link.start] = beliefs[link.start] + joint.min(axis=1)[link.start_codes]
-            beliefs[link.end] = beliefs[link.end] + joint.min(axis=0)[link.end_codes]
+            for side, end in enumerate(link.ends):
+                beliefs[end.node] = beliefs[end.node] + joint.min(axis=1 - side)[end.codes]
         return tuple(beliefs)
 
     def settle(self, sweeps: int, deadline: Deadline) -> float:
@@ -338,14 +315,14 @@ class Messages:
     def state(self) -> MessageState:
         """The places that costs have been moved to so far, to go back to."""
         # Nothing is changed in place, so the arrays themselves are the state.
-        links = tuple((link.cost, link.start_costs, link.end_costs, link.memory_cost) for link in self.links)
+        links = tuple((link.cost, link.ends[0].costs, link.ends[1].costs, link.memory_cost) for link in self.links)
         return MessageState(tuple(self.unary), tuple(self.memory_unary), links)
 
     def restore(self, state: MessageState) -> None:
         """Goes back to a state, with the prices that were in force then."""
         self.unary, self.memory_unary = list(state.unary), list(state.memory_unary)
         for link, (cost, start_costs, end_costs, memory_cost) in zip(self.links, state.links, strict=True):
-            link.start_costs, link.end_costs = start_costs, end_costs
+            link.ends[0].costs, link.ends[1].costs = start_costs, end_costs
             link.set_costs(cost, memory_cost)
 
     def _decoded(self) -> tuple[tuple[int, ...], np.ndarray]:
@@ -355,17 +332,12 @@ class Messages:
         for node, unary in enumerate(self.unary):
             costs = unary
             for link in self.later[node]:
-                if link.start == node:
-                    costs = costs + link.least(1)[link.start_codes]
-                else:
-                    costs = costs + link.least(0)[link.end_codes]
+                side = link.side(node)
+                costs = costs + link.least(side)[link.ends[side].codes]
             for link in self.earlier[node]:
-                if link.start == node:
-                    column = link.end_codes[choice[link.end]]
-                    costs = costs + link.beside_end(column)[link.start_codes]
-                else:
-                    row = link.start_codes[choice[link.start]]
-                    costs = costs + link.beside_start(row)[link.end_codes]
+                side = link.side(node)
+                other = link.ends[1 - side]
+                costs = costs + link.beside(side, other.codes[choice[other.node]])[link.ends[side].codes]
             choice[node] = int(np.argmin(costs))
             margins[node] = np.partition(costs, 1)[1] - costs[choice[node]] if len(costs) > 1 else np.inf
         return tuple(choice), margins

@@ -16,6 +16,7 @@ import numpy as np
 
 from shardrules.programs.autoplan.graph.home import Home
 from shardrules.programs.autoplan.graph.problem import Problem
+from shardrules.programs.autoplan.traced.unions import Unions
 from shardrules.programs.autoplan.traced.waiting import Waiting
 
 Role: TypeAlias = Literal["rows", "expert", "sequence", "tensor"]
@@ -224,22 +225,15 @@ def _families(home: Home, roots: dict[_Dim, _Dim]) -> list[_Dim]:
 
 def _roots(problem: Problem) -> dict[_Dim, _Dim]:
     """Returns for each dim that an array has in several nodes the first dim of its family."""
-    parents: dict[_Dim, _Dim] = {}
-
-    def root(dim: _Dim) -> _Dim:
-        while parents.get(dim, dim) != dim:
-            parents[dim] = parents.get(parents[dim], parents[dim])
-            dim = parents[dim]
-        return dim
-
-    program = problem.program
+    unions = Unions[_Dim]()
+    operations = problem.program.operations
     pairs = [
         (problem.homes.get(operand), home)
         for (op_index, index), home in problem.operand_homes.items()
-        if (operand := program.operations[op_index].operands[index]) is not None
+        if (operand := operations[op_index].operands[index]) is not None
     ]
     pairs += [
-        (problem.homes.get(program.operations[op_index].results[index]), home)
+        (problem.homes.get(operations[op_index].results[index]), home)
         for (op_index, index), home in problem.produced_homes.items()
     ]
     for first, second in (*pairs, *problem.equal_homes):
@@ -247,6 +241,5 @@ def _roots(problem: Problem) -> dict[_Dim, _Dim]:
             continue
         for first_dim, second_dim in zip(first.dims, second.dims, strict=True):
             if first_dim is not None and second_dim is not None:
-                low, high = sorted((root((first.node, first_dim)), root((second.node, second_dim))))
-                parents[low], parents[high] = low, low
-    return {dim: root(dim) for dim in parents}
+                unions.join((first.node, first_dim), (second.node, second_dim))
+    return {dim: unions.root(dim) for dim in [*unions.parents]}

@@ -32,14 +32,14 @@ CLOSER = 1e-5
 programs come that close. With `CLOSE`, plans would be worse by up to that."""
 
 _SWEEPS = 5
-"""After how many sweeps a choice is read from the messages."""
+"""The sweeps after which a choice is read from the messages."""
 
 _RAISES, _RAISED_SWEEPS = 10, 10
 """The number of times that prices are raised or lowered by the excess over the limit, and the sweeps of messages each
 time. Chosen by hand."""
 
 _FIRST_RAISE, _STEEPER, _LOWER = 0.25, 2.0, 0.5
-"""By how much the price rises at first where memory is fullest, if 1 makes memory as a whole cost as much as the
+"""The rise of the price at first where memory is fullest, if 1 makes memory as a whole cost as much as the
 cheapest choice; by what it rises faster each time that nothing fits; and to what part prices fall if it does. With
 larger steps, choices are smaller than they need be; with smaller ones, some limits are not reached."""
 

@@ -86,7 +86,6 @@ def rest_bound(
 def _arguments(
     program: TracedProgram, sizes: Mapping[str, int], paths: Sequence[str], pinned: Mapping[int, PartitionSpec]
 ) -> dict[int, BoundArray]:
-    """Returns the arguments that a compiled program is given, by the indices of their arrays."""
     splits, arguments = _Splits.of(program, sizes), dict[int, BoundArray]()
     for index, array in enumerate(program.arguments):
         # Arguments that are unused or only passed on need not be given to the compiled program at all.
@@ -123,12 +122,12 @@ def prime_sizes(count: int) -> dict[str, int]:
 @final
 @attrs.frozen(eq=False)
 class _Splits:
-    """Into how many pieces a mesh may split arrays, on any dims that its axes divide."""
+    """The pieces that a mesh may split arrays into, on any dims that its axes divide."""
 
     program: TracedProgram
     sizes: tuple[int, ...]
     counts: tuple[int, ...]
-    """Into how many pieces some of the axes split an array together."""
+    """The numbers of pieces that some of the axes split an array into together."""
     narrows: bool
     """The compiler may keep float32 as bfloat16, if nothing takes more of it. The one for TPUs does."""
 
@@ -141,12 +140,10 @@ class _Splits:
         return cls(program, ordered, tuple(sorted(counts)), narrows)
 
     def whole_bytes(self, array: int) -> int:
-        """Returns the bytes of an array on devices; 0 for tokens."""
         traced = self.program.arrays[array]
         return 0 if traced.dtype is None or traced.on_host else array_bytes(traced.shape, traced.dtype, packed=True)
 
     def least_bytes(self, array: int) -> int:
-        """Returns the bytes of the smallest piece of an array that a device may have."""
         return self.whole_bytes(array) // _most_pieces(self.program.arrays[array].shape, self.sizes)
 
     def shares_memory(self, first: int, second: int) -> bool:
@@ -258,7 +255,6 @@ class _Sources:
         return self.sets[array]
 
     def operands(self, array: int) -> tuple[list[int], Operation | None]:
-        """Returns what an array is computed from in a round of the loop; no operation for what is there before."""
         if array not in self.program.producers:
             return [], None
         operation = self.program.operations[self.program.producers[array]]

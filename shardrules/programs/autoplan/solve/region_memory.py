@@ -12,7 +12,6 @@ from shardrules.programs.autoplan.traced.program import read_jaxpr
 
 
 def with_temporary_bytes(problem: Problem) -> Problem:
-    """Returns a problem whose regions say what they have in memory in each layout."""
     nodes = list(problem.nodes)
     costs, counted = problem.region_costs, dict[int, float]()
     for op_index, node_index in problem.region_nodes.items():

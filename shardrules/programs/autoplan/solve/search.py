@@ -26,7 +26,7 @@ from shardrules.programs.autoplan.solve.messages import Messages
 from shardrules.programs.autoplan.solve.patterns import patterns
 from shardrules.programs.autoplan.solve.price import APART, CLOSER, Budget, within_budget
 from shardrules.programs.autoplan.solve.region_memory import with_temporary_bytes
-from shardrules.programs.autoplan.solve.solver import CLOSE, Solution, Work, fractions, least_memory, solve
+from shardrules.programs.autoplan.solve.solver import CLOSE, Work, fractions, least_memory, solve
 from shardrules.programs.autoplan.solve.trials import Trial, Trials
 from shardrules.programs.autoplan.traced.order import late_matmul_count, late_order, program_order
 from shardrules.programs.autoplan.traced.program import TracedProgram
@@ -92,7 +92,6 @@ class Task:
 
     @functools.cached_property
     def formulation(self) -> Formulation:
-        """The problem as a linear program."""
         return Formulation(self.problem, layout_preference(self.problem))
 
     def compiled_peak(self, choice: Sequence[int]) -> float:
@@ -165,12 +164,8 @@ class Task:
         return cls(problem, Occupancy.of(problem, order(program)), _Written(problem))
 
     def with_choice(self, result: "SearchResult", choice: tuple[int, ...]) -> "SearchResult":
-        """Returns the result of a search with another choice."""
-        solution = result.solution
-        if solution is None or choice != solution.choice:
-            cost = self.problem.cost(choice)
-            solution = Solution(choice, cost, min(result.bound, cost), ())
-        return attrs.evolve(result, solution=solution, peak_bytes=self.occupancy.peak(choice))
+        price = result.price if choice == result.choice else 0.0
+        return attrs.evolve(result, choice=choice, price=price, peak_bytes=self.occupancy.peak(choice))
 
     def only(self, keep: Sequence[np.ndarray]) -> "Task":
         """Returns the task with fewer layouts: for each node the indices of those to keep."""
@@ -245,7 +240,6 @@ class Search:
         return self.trials.answer is None or self.deadline.is_over or is_close
 
     def weigh_patterns(self) -> None:
-        """Adds the best choice of each pattern that experts would write."""
         trials, deadline, has_fitted = self.trials, self.deadline, False
         for pattern in patterns(self.task.problem):
             # Without any time, those that are simple are weighed until one fits.
@@ -365,15 +359,15 @@ class Search:
                 gains[node] += sizes[answer.choice[node]] - sizes.min()
             for edge_index, sizes in constraint.copy_bytes.items():
                 edge = problem.edges[edge_index]
-                row, column = edge.from_codes[answer.choice[edge.start]], edge.to_codes[answer.choice[edge.end]]
-                if (edge.from_layouts[row] != edge.to_layouts[column]).any():
+                row, column = edge.codes(answer.choice)
+                if edge.changes[row, column]:
                     gains[edge.end] += sizes[column]
         else:
             for node_index, node in enumerate(problem.nodes):
                 gains[node_index] = node.seconds[answer.choice[node_index]] - node.seconds.min()
             for group, count in problem.edge_groups:
                 for edge in (problem.edges[index] for index in group):
-                    row, column = edge.from_codes[answer.choice[edge.start]], edge.to_codes[answer.choice[edge.end]]
+                    row, column = edge.codes(answer.choice)
                     gains[edge.end] += count * edge.seconds[row, column]
         return [int(node) for node in np.argsort(-gains, kind="stable") if gains[node] > 0]
 
@@ -504,12 +498,10 @@ class _Written:
 
     @functools.cached_property
     def occupancy(self) -> Occupancy:
-        """The contents of memory in that order."""
         return Occupancy.of(self.problem, program_order(self.problem.program))
 
     @functools.cached_property
     def late_matmul_count(self) -> int:
-        """The number of matmuls that nothing waits for."""
         return late_matmul_count(self.problem.program)
 
 
@@ -518,9 +510,9 @@ class _Written:
 class SearchResult:
     """The result of a search."""
 
-    solution: Solution | None
-    """The cheapest choice that fits by the model; where none was found, the one with the least peak. `None` only where
-    every choice that was met is impossible."""
+    choice: tuple[int, ...]
+    """For each node the index of its layout: the cheapest choice that fits by the model; where none was found, the one
+    with the least peak. It is empty only where every choice that was met is impossible."""
     peak_bytes: float
     """The peak of `choice`."""
     bound: float
@@ -538,33 +530,22 @@ class SearchResult:
     """It fits if the compiler has to keep the limit: memory is as in `Task.tight` then."""
     free_bound: float = 0.0
     """The least cost of every choice, with any peak."""
+    price: float = 0.0
+    """The seconds that one more byte of memory would save."""
 
     @property
     def met(self) -> tuple[Trial, ...]:
-        """The candidates and patterns, the cheapest first."""
         trials = {trial.choice: trial for trial in (*self.candidates, *self.patterns)}
         return tuple(sorted(trials.values(), key=lambda trial: (trial.cost, trial.peak_bytes, trial.choice)))
 
-    @property
-    def price(self) -> float:
-        """The seconds that one more byte of memory would save."""
-        return 0.0 if self.solution is None else sum(self.solution.prices, start=0.0)
-
-    @property
-    def choice(self) -> tuple[int, ...]:
-        """For each node the index of its layout."""
-        return () if self.solution is None else self.solution.choice or ()
-
     def reindexed(self, keep: Sequence[np.ndarray]) -> "SearchResult":
         """Returns the result of a search over the layouts `keep`, with the indices that the whole problem has."""
-        if self.solution is None:
-            return self
 
         def whole(trials: Sequence[Trial]) -> tuple[Trial, ...]:
             return tuple(attrs.evolve(trial, choice=_whole_indices(keep, trial.choice)) for trial in trials)
 
-        solution = attrs.evolve(self.solution, choice=_whole_indices(keep, self.choice))
-        return attrs.evolve(self, solution=solution, candidates=whole(self.candidates), patterns=whole(self.patterns))
+        choice = _whole_indices(keep, self.choice) if self.choice else ()
+        return attrs.evolve(self, choice=choice, candidates=whole(self.candidates), patterns=whole(self.patterns))
 
 
 def _whole_indices(keep: Sequence[np.ndarray], choice: Sequence[int]) -> tuple[int, ...]:
@@ -572,18 +553,17 @@ def _whole_indices(keep: Sequence[np.ndarray], choice: Sequence[int]) -> tuple[i
 
 
 def _result(trials: Trials, budget: Budget, is_late: bool, seconds: float) -> SearchResult:
-    """Returns the result of a search with what it has met."""
     answer, fits = trials.answer, trials.best is not None
     if answer is None:
-        return SearchResult(None, np.inf, max(0.0, budget.bound), False, (), (), seconds, is_late)
+        return SearchResult((), np.inf, max(0.0, budget.bound), False, (), (), seconds, is_late)
     bound = min(max(0.0, budget.bound), answer.cost)
     # Bounds count only what is in memory in any case: where that leaves the price at 0, plans that need more tell it.
-    prices = (budget.price or trials.saving,) if fits else ()
-    solution = Solution(answer.choice, answer.cost, bound, prices)
+    price = budget.price or trials.saving if fits else 0.0
     patterns = tuple(trial for trial in trials.trials if trial.origin != "search")
     free_bound = min(max(0.0, budget.free_bound), answer.cost)
+    front, peak_bytes = trials.front(), answer.peak_bytes
     return SearchResult(
-        solution, answer.peak_bytes, bound, fits, trials.front(), patterns, seconds, is_late, free_bound=free_bound
+        *(answer.choice, peak_bytes, bound, fits, front, patterns, seconds, is_late), free_bound=free_bound, price=price
     )
 
 

@@ -21,7 +21,7 @@ CLOSE = 1e-3
 """The part by which a choice may cost more than the lower bound and end a search: the cost model is off by far more."""
 
 _GAP = 1e-6
-"""At which gap a search without limits of memory stops. With limits it is `CLOSE`: gaps of knapsacks close slowly."""
+"""The gap at which a search without limits of memory stops. With limits it is `CLOSE`: knapsacks close slowly."""
 
 LIMIT_TOLERANCE = 1e-6
 """The part by which a choice may exceed a limit: HiGHS satisfies constraints to 1e-7, in units of the largest array."""
@@ -40,8 +40,6 @@ class Solution:
     cost: float
     bound: float
     """The least cost of every choice, in seconds."""
-    prices: tuple[float, ...]
-    """For each memory constraint what one more byte would save."""
 
 
 @final
@@ -58,9 +56,8 @@ def solve(
     deadline: Deadline = NO_DEADLINE,
     work: Work | None = None,
 ) -> Solution:
-    """Finds the choice with the least cost."""
     if not formulation.problem.nodes:
-        return Solution((), 0.0, 0.0, ())
+        return Solution((), 0.0, 0.0)
     problem, program = formulation.problem, _cost_program(formulation, constraints)
 
     def value(choice: tuple[int, ...]) -> float:
@@ -71,12 +68,10 @@ def solve(
 
     answer = _whole_answer(formulation, program, deadline, value, CLOSE if constraints else _GAP, work or Work())
     bound = (answer.bound - formulation.slack) / MICRO
-    # Duals are microseconds for each scaled byte, and negative: a higher limit lowers the cost.
-    prices = tuple(-price / scale / MICRO for price, scale in zip(answer.prices, program.scales, strict=False))
     if answer.choice is None:
-        return Solution(None, np.inf, max(0.0, bound), prices)
+        return Solution(None, np.inf, max(0.0, bound))
     cost = problem.cost(answer.choice)
-    return Solution(answer.choice, cost, min(bound, cost), prices)
+    return Solution(answer.choice, cost, min(bound, cost))
 
 
 def fractions(
@@ -120,9 +115,6 @@ class _Answer:
     choice: tuple[int, ...] | None
     bound: float
     """The least value of all whole numbers."""
-    prices: tuple[float, ...] = ()
-    """The value of each memory constraint."""
-    is_infeasible: bool = False
 
 
 @final
@@ -154,8 +146,7 @@ def _whole_answer(
     if root.x is None:
         # Infeasible is a proof that nothing fits; anything else, above all the time limit, proves nothing.
         infeasible = root.status == _INFEASIBLE
-        return _Answer(None, np.inf if infeasible else -np.inf, is_infeasible=infeasible)
-    prices = tuple(map(float, root.ineqlin.marginals[formulation.inequality_count :]))
+        return _Answer(None, np.inf if infeasible else -np.inf)
     best, least = None, np.inf
     count = 1
     work.left -= formulation.column_count
@@ -189,11 +180,10 @@ def _whole_answer(
                 heapq.heappush(branches, other)
             branch = below[0] if below else None
     bound = min([least, *(branch.bound for branch in branches)])
-    return _Answer(best, bound, prices, is_infeasible=best is None and not branches)
+    return _Answer(best, bound)
 
 
 def _branched(formulation: Formulation, upper: np.ndarray, node: int, layout_index: int, is_taken: bool) -> np.ndarray:
-    """Returns what bounds the variables where a node takes a layout, or where it does not."""
     start, end = formulation.offsets[node], formulation.offsets[node + 1]
     branched = upper.copy()
     if is_taken:
@@ -218,7 +208,6 @@ class _Program:
 
 
 def _cost_program(formulation: Formulation, constraints: Sequence[MemoryConstraint]) -> _Program:
-    """Returns the program of the least cost within memory constraints."""
     cost, equations, right_sides, inequalities = formulation.matrices
     cost, upper = _bounded(formulation, cost)
     limits = np.zeros(formulation.inequality_count)
@@ -282,7 +271,6 @@ def _widened(matrix: csr_array, shape: tuple[int, int]) -> csr_array:
 
 
 def _relaxed(program: _Program, upper: np.ndarray, deadline: Deadline) -> Any:
-    """Solves a program without asking for whole numbers."""
     has_limits = len(program.limits) > 0
     return linprog(
         program.cost,

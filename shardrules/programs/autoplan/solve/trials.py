@@ -64,7 +64,6 @@ class Trials:
         return trial
 
     def within(self, limit_bytes: float) -> "Trials":
-        """Returns the same trials under another limit."""
         other = Trials(self.occupancy, limit_bytes)
         for trial in self._trials.values():
             other._keep(trial)
@@ -72,11 +71,9 @@ class Trials:
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """All of them, in the order in which they were met."""
         return tuple(self._trials.values())
 
     def fits(self, trial: Trial) -> bool:
-        """The peak of a choice is within the limit."""
         return trial.peak_bytes <= self.limit_bytes * (1 + LIMIT_TOLERANCE)
 
     @property

@@ -52,7 +52,6 @@ def op_classes(program: TracedProgram, paths: Sequence[str], tie: bool = True) -
 
 
 def _rule(operation: Operation) -> str | None:
-    """The declaration of a region."""
     return operation.equation.params["rule"] if operation.name == "region" and operation.equation is not None else None
 
 

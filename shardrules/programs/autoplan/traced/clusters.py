@@ -27,7 +27,6 @@ class Clusters:
 
 
 def find_clusters(program: TracedProgram, partial_ops: Iterable[int], wide: bool) -> Clusters:
-    """Finds the clusters of a program. `partial_ops` add parts of sums, and stay by themselves."""
     partial = dict.fromkeys(partial_ops)
     joined = _JoinedArrays(program, partial)
     partial_results = dict.fromkeys(result for index in partial for result in program.operations[index].results)

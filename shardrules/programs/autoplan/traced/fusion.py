@@ -37,6 +37,7 @@ from shardrules.programs.autoplan.traced.norms import (
     with_norms,
 )
 from shardrules.programs.autoplan.traced.program import Operation, TracedProgram
+from shardrules.programs.autoplan.traced.unions import Unions
 
 
 @final
@@ -77,7 +78,7 @@ class FusedProgram:
         shifted = frozenset(array for array in on_chip if array in written)
         sources = _sources(program)
         kernels_of = _kernels_of(program, written)
-        joined = _Joined()
+        joined = Unions[int]()  # kernels that are one, by the operations at which they end
         _join_optimizer(program, kernels_of, sources, joined)
         rows = frozenset(array for array in written - shifted if not is_updated(program, array))
         _join_rows(program, kernels_of, sources, rows, joined)
@@ -87,7 +88,7 @@ class FusedProgram:
         for op_index, operation in enumerate(program.operations):
             if is_view(operation):
                 continue
-            ends = dict.fromkeys(joined.leader(kernel) for kernel in sorted(kernels_of[op_index]))
+            ends = dict.fromkeys(joined.root(kernel) for kernel in sorted(kernels_of[op_index]))
             for operand_index, operand in enumerate(operation.operands):
                 source = None if operand is None else sources.get(operand, operand)
                 if source is None or source not in written:
@@ -96,7 +97,7 @@ class FusedProgram:
                 counted.update(keys)
                 read_counts[op_index, operand_index] = len(keys)
         ending = frozenset(
-            joined.leader(op_index) for op_index, kernels in enumerate(kernels_of) if kernels == {op_index}
+            joined.root(op_index) for op_index, kernels in enumerate(kernels_of) if kernels == {op_index}
         )
         copied = copied_parts(program, sources, feedback, IN_PLACE)
         columns = {**gradients.inputs, **normalised, **gradients.products}
@@ -105,12 +106,10 @@ class FusedProgram:
 
     @property
     def with_many_columns(self) -> Self:
-        """The same where devices have many columns."""
         return attrs.evolve(self, written=self.written - (self.columns.keys() - self.gradients.inputs.keys()))
 
     @property
     def with_split_rows(self) -> Self:
-        """The same where rows are split over devices."""
         return attrs.evolve(self, written=self.written - self.shifted, shifted=frozenset())
 
     def writes(self, op_index: int, result: int) -> bool:
@@ -159,7 +158,6 @@ class FusedProgram:
         return bool(reductions) and not is_updated(program, array) and not is_looked_up(program, array)
 
     def read_bytes(self, op_index: int, operand_index: int) -> int:
-        """Returns the bytes of an operand that all kernels together read at an operation, in one run."""
         operation, arrays = self.program.operations[op_index], self.program.arrays
         operand = operation.operands[operand_index]
         count = self.read_counts.get((op_index, operand_index), 0)
@@ -175,7 +173,6 @@ class FusedProgram:
         return count * nbytes
 
     def written_bytes(self, op_index: int, result_index: int) -> int:
-        """Returns the bytes of a result that an operation writes, in one run."""
         operation, arrays = self.program.operations[op_index], self.program.arrays
         result = operation.results[result_index]
         if operation.role == "leave":  # piece by piece, one in each round
@@ -198,7 +195,6 @@ class FusedProgram:
         return operand_index == 0 and (name in IN_PLACE or name in PARTIAL_READS)
 
     def nbytes(self, array: int) -> int:
-        """Returns the bytes of an array as it is written."""
         return self.program.arrays[array].device_bytes * self.widened.get(array, 1)
 
 
@@ -264,7 +260,6 @@ def _written(program: TracedProgram) -> frozenset[int]:
 
 
 def _sources(program: TracedProgram) -> dict[int, int]:
-    """For each view the array in whose memory it is."""
     sources: dict[int, int] = {}
     for operation in program.operations:
         if is_view(operation):
@@ -298,26 +293,8 @@ def _kernels_of(program: TracedProgram, written: frozenset[int]) -> list[frozens
     return kernels_of
 
 
-@final
-@attrs.define(eq=False)
-class _Joined:
-    """Kernels that are one: a union-find over the operations at which they end."""
-
-    leaders: dict[int, int] = attrs.field(factory=dict)
-
-    def leader(self, kernel: int) -> int:
-        while self.leaders.get(kernel, kernel) != kernel:
-            kernel = self.leaders[kernel]
-        return kernel
-
-    def join(self, first: int, second: int) -> None:
-        low, high = sorted((self.leader(first), self.leader(second)))
-        if low != high:
-            self.leaders[high] = low
-
-
 def _join_optimizer(
-    program: TracedProgram, kernels_of: list[frozenset[int]], sources: Mapping[int, int], joined: _Joined
+    program: TracedProgram, kernels_of: list[frozenset[int]], sources: Mapping[int, int], joined: Unions[int]
 ) -> None:
     """Joins kernels that end at results of the function and compute them from each other, as an optimizer does."""
     returned: dict[int, int] = {}
@@ -343,7 +320,7 @@ def _join_optimizer(
 
 
 def _join_dots(
-    program: TracedProgram, kernels_of: list[frozenset[int]], sources: Mapping[int, int], joined: _Joined
+    program: TracedProgram, kernels_of: list[frozenset[int]], sources: Mapping[int, int], joined: Unions[int]
 ) -> None:
     """Joins dots with vectors with the elementwise kernel that writes what they add up, as in a loop over time."""
     for op_index, operation in enumerate(program.operations):
@@ -363,7 +340,7 @@ def _join_rows(
     kernels_of: list[frozenset[int]],
     sources: Mapping[int, int],
     written: frozenset[int],
-    joined: _Joined,
+    joined: Unions[int],
 ) -> None:
     """Joins reductions of rows with the kernel that takes them and the same rows again, as in a softmax or a norm."""
     read_by: dict[int, set[int]] = {}

@@ -57,7 +57,6 @@ def _is_free_transpose(operation: Operation) -> bool:
 
 
 def view_pairs(operation: Operation) -> Iterator[tuple[int, int]]:
-    """Yields the operands of a view with the results that they become."""
     for operand, result in zip(operation.operands, operation.results, strict=False):
         if operand is not None:
             yield operand, result
@@ -88,14 +87,6 @@ def is_matmul(operation: Operation) -> bool:
 def reduced_runs(operation: Operation) -> int:
     """The number of runs of neighboring dims that an operation reduces. Dims of one element do not count: to reduce
     only these, as gradients of a mean that keeps its dims do, computes nothing.
-
-    ```python
-    from shardrules.programs.autoplan.traced.kernels import reduced_runs
-    from shardrules.programs.autoplan.traced.program import read_jaxpr
-
-    program = read_jaxpr(jax.make_jaxpr(lambda x: jnp.sum(x, (1, 2, 4)))(jnp.ones((2, 3, 3, 2, 3))))
-    assert reduced_runs(program.operations[0]) == 2
-    ```
     """
     axes = operation.equation.params.get("axes", ())
     if not operation.name.startswith("reduce_") or not axes:

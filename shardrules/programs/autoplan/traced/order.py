@@ -23,7 +23,6 @@ from shardrules.programs.autoplan.traced.program import TracedProgram
 
 
 def program_order(program: TracedProgram) -> tuple[int, ...]:
-    """For each operation its position in the order in which the program is written."""
     return tuple(range(len(program.operations)))
 
 
@@ -78,7 +77,6 @@ class _Order:
         return region
 
     def of_region(self, loop: int) -> list[int]:
-        """The operations of a loop and of the loops inside of it, in order."""
         items = _Items.of(self, loop)
         last, late = items.put_off()
         chains = items.chains([item for item in items.matmuls if item not in late])
@@ -117,11 +115,9 @@ class _Items:
         return cls(order, loop, tuple(dict.fromkeys(item_of.values())), item_of, inner_loops)
 
     def inner(self, item: int) -> list[int]:
-        """The operations of an item, in order."""
         return self.order.of_region(self.inner_loops[item]) if item in self.inner_loops else [item]
 
     def users(self, op_index: int) -> list[int]:
-        """The items that use a result of an operation in the same round of the loop."""
         program, item = self.order.program, self.item_of[op_index]
         items = []
         for result in program.operations[op_index].results:
@@ -133,7 +129,6 @@ class _Items:
 
     @functools.cached_property
     def matmuls(self) -> list[int]:
-        """The items that multiply."""
         operations = self.order.program.operations
         return list(dict.fromkeys(item for op_index, item in self.item_of.items() if operations[op_index].flops))
 

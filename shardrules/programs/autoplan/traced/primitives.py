@@ -61,15 +61,7 @@ class PrimitiveEntry:
 
 
 def primitive_table() -> tuple[PrimitiveEntry, ...]:
-    """Everything that is known, by handling.
-
-    ```python
-    from shardrules.programs.autoplan.traced.primitives import primitive_table
-
-    (dot,) = [entry for entry in primitive_table() if "dot_general" in entry.names]
-    assert dot.handling == "rule"
-    ```
-    """
+    """Everything that is known, by handling."""
     names: dict[tuple[Handling, str], list[str]] = {}
     for name, rule in RULES.items():
         text = (inspect.getdoc(rule.find_loops) or "").partition("\n\n")[0].replace("\n", " ")

@@ -10,7 +10,6 @@ finds the layouts of each (`Operation.equation_index`).
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
@@ -56,7 +55,6 @@ class TracedArray:
 
     @property
     def device_bytes(self) -> int:
-        """The bytes that it takes of the memory of devices."""
         return 0 if self.on_host else self.nbytes
 
 
@@ -115,20 +113,12 @@ class TracedProgram:
     scalars: tuple[int, ...] = ()
     """Scalars among the results."""
 
-    @property
-    def unknown_primitives(self) -> tuple[tuple[str, int], ...]:
-        """Primitives that no rule covers, with how often they occur."""
-        counts = Counter(operation.name for operation in self.operations if operation.lacks_rule)
-        return tuple(sorted(counts.items()))
-
     @functools.cached_property
     def producers(self) -> Mapping[int, int]:
-        """For each array the operation that produces it."""
         return {result: op_index for op_index, operation in enumerate(self.operations) for result in operation.results}
 
     @functools.cached_property
     def users(self) -> Users:
-        """For each array the operations that read it."""
         users: dict[int, list[tuple[int, int]]] = {}
         for op_index, operation in enumerate(self.operations):
             for operand_index, operand in enumerate(operation.operands):
@@ -146,16 +136,7 @@ class TracedProgram:
 
 
 def read_jaxpr(jaxpr: ClosedJaxpr) -> TracedProgram:
-    """Reads a traced function.
-
-    ```python
-    from shardrules.programs.autoplan.traced.program import read_jaxpr
-
-    jaxpr = jax.make_jaxpr(lambda w, x: jax.nn.relu(x @ w))(jnp.ones((16, 4)), jnp.ones((8, 16)))
-    program = read_jaxpr(jaxpr)
-    assert [operation.name for operation in program.operations] == ["dot_general", "max", "return"]
-    ```
-    """
+    """Reads a traced function."""
     return _JaxprReader().read(jaxpr)
 
 
@@ -243,7 +224,6 @@ class _JaxprReader:
         )
 
     def read_body(self, closed: Any, operands: Sequence[int | None], region: int) -> list[int | None]:
-        """Reads a jaxpr, closed or not, and returns its results."""
         jaxpr = open_jaxpr(closed)
         arrays: dict[Any, int | None] = dict(zip(jaxpr.invars, operands, strict=True))
         arrays.update((var, self.add_constant(var.aval)) for var in jaxpr.constvars)
@@ -486,15 +466,7 @@ _MAPPED_REDUCTIONS = {"psum": "reduce_sum", "pmax": "reduce_max", "pmin": "reduc
 
 
 def operation_name(equation: Any) -> str:
-    """The name of a primitive that does the same: reductions over axes of `vmap` are reductions, over no axis copies.
-
-    ```python
-    from shardrules.programs.autoplan.traced.program import operation_name
-
-    jaxpr = jax.make_jaxpr(jax.vmap(lambda x: jax.lax.psum(x, "rows"), axis_name="rows"))(jnp.ones((8, 4)))
-    assert operation_name(jaxpr.eqns[0]) == "reduce_sum"
-    ```
-    """
+    """The name of a primitive that does the same: reductions over axes of `vmap` are reductions, of none copies."""
     name, axes = equation.primitive.name, equation.params.get("axes")
     if name in _MAPPED_REDUCTIONS and all(isinstance(axis, int) for axis in axes):
         name = _MAPPED_REDUCTIONS[name]
@@ -503,7 +475,6 @@ def operation_name(equation: Any) -> str:
 
 
 def _whole_factors(equation: Any) -> Factors:
-    """The factors of an operation that cannot be split at all."""
     operands, results = (
         tuple((None,) * len(getattr(var.aval, "shape", ())) for var in side)
         for side in (equation.invars, equation.outvars)

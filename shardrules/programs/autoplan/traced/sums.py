@@ -31,7 +31,6 @@ class PartialSums:
 
     @classmethod
     def of(cls, program: TracedProgram) -> "PartialSums":
-        """Finds the partial sums of a program."""
         sums = cls(program)
         sums._find_sums()
         # Gradients of layers in a scan: each round adds its own to a total that starts at zero.
@@ -62,7 +61,6 @@ class PartialSums:
         return user.name in _ADDING or (user.name in _LINEAR and self.is_only_added(user.results[0]))
 
     def may_add_parts(self, op_index: int) -> bool:
-        """An operation may work on the parts of sums."""
         operation = self.program.operations[op_index]
         if operation.role == "join":
             return operation.results[0] in self.loop_sums
@@ -107,7 +105,6 @@ class PartialSums:
         return inside[0] if addend in self.sums else None
 
     def _is_zero(self, array: int) -> bool:
-        """An array is broadcast from a zero."""
         producer = self.program.producers.get(array)
         equation = None if producer is None else self.program.operations[producer].equation
         if equation is None or equation.primitive.name != "broadcast_in_dim":

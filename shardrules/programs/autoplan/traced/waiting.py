@@ -38,7 +38,6 @@ class Waiting:
 
     @classmethod
     def of(cls, program: TracedProgram) -> Self:
-        """Finds them in a program."""
         behind: set[int] = set()
         needed: set[int] = set()
         before: set[int] = set()

@@ -1,4 +1,4 @@
-"""What a plan says about itself."""
+"""Explanations of plans."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""What memory is worth."""
+"""The worth of memory."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""What the move from one plan to another sends: collectives on one mesh, missing elements between two."""
+"""Moves from one plan to another: collectives on one mesh, missing elements between two."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What operations cost beside their matmuls: kinds of access to memory, and copies that compilers add."""
+"""The costs of operations beside their matmuls: kinds of access to memory, and copies that compilers add."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What moves of arrays cost beside their bytes: latency that they share or not, and copies around them."""
+"""The costs of moves of arrays beside their bytes: latency that they share or not, and copies around them."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What programs move between devices and hosts, and how long devices wait for it."""
+"""Moves between devices and hosts, and the time that devices wait for them."""
 
 import jax
 import jax.numpy as jnp

@@ -70,7 +70,7 @@ def modelled(axes: str, pairs: list[Pair], nbytes: int) -> dict[Pair, float]:
 
 
 def compiled(axes: str, ndim: int, target: str, pairs: list[Pair], steps: bool = True) -> dict[Pair, int]:
-    """What compilers send for each pair: an array has one layout, and is constrained to the other, in `steps`.
+    """Bytes that compilers send for each pair: an array has one layout, and is constrained to the other, in `steps`.
 
     Parts of sums are sums over extra dims, which are split.
     """
@@ -129,7 +129,7 @@ def compared(axes: str, ndim: int, target: str, every: int = 1) -> dict[Pair, tu
 
 
 def is_plain(pair: Pair) -> bool:
-    """Whether axes only slice, or only gather, or a single one moves to another dim."""
+    """Axes only slice, or only gather, or a single one moves to another dim."""
     kinds = [
         "slice" if start == WHOLE else "gather" if end == WHOLE else "move"
         for start, end in zip(*pair, strict=True)
@@ -187,7 +187,7 @@ def test_steps_lead_to_the_end_and_cost_as_much_as_the_move() -> None:
 
 
 def is_summed_in_place(pair: Pair) -> bool:
-    """Whether only partial sums change, and all of them go to one dim, or to none."""
+    """Only partial sums change, and all of them go to one dim, or to none."""
     start, end = pair
     targets = [dim for before, dim in zip(start, end, strict=True) if before == PARTIAL]
     others_stay = all(before == dim for before, dim in zip(start, end, strict=True) if before != PARTIAL)
@@ -264,12 +264,6 @@ def test_shard_counts_and_specs_of_layouts() -> None:
     assert spec_of((1, 0, 1), 3, plan) == P("b", ("a", "c"))
     assert spec_of((WHOLE, PARTIAL, 2), 3, plan) == P(None, None, "c")
     assert spec_of((WHOLE,) * 3, 2, plan) == P()
-
-
-def test_axes_of_one_device_are_left_out() -> None:
-    plan = machine("data:1,model:8,other:1")
-    assert (plan.axes, plan.sizes) == (("model",), (8,))
-    assert spec_of((0,), 2, plan) == P("model")
 
 
 def test_pieces_of_a_sum_are_sent_to_their_place_in_the_order_of_axes() -> None:

@@ -1,4 +1,4 @@
-"""Which operands of dots are copied, on functions that were compiled for GPUs to see it."""
+"""Copies of operands of dots, on functions that were compiled for GPUs to see it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -86,7 +86,7 @@ def test_one_head_or_one_row_on_a_device_needs_no_copy() -> None:
 
 
 def test_kernels_write_what_dots_take() -> None:
-    """What is computed element by element is written in the order of the dot; what a matmul gives is not."""
+    """Results of elementwise kernels are written in the order of the dot; what a matmul gives is not."""
     shapes = (B, T, H, D), (B, T, H, D)
     assert copied(lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", jnp.tanh(q), jnp.exp(k)), *shapes) == 0
 

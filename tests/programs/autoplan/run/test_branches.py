@@ -21,7 +21,7 @@ X = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4)
 
 
 def branch_count(fn: Callable[..., Any], *args: Any) -> int:
-    """How many conds are left, after checking that a function computes what it did."""
+    """The number of conds that are left, after checking that a function computes what it did."""
     call = read_call(fn, args, sr.mesh_shape("data:8"), "fn")
     actual, expected = jaxpr_as_fun(call.jaxpr)(*jax.tree.leaves(args)), jax.tree.leaves(fn(*args))
     for result, other in zip(actual, expected, strict=True):

@@ -80,7 +80,7 @@ GROUP_SIZES = [(16, 0, 25, 23), (0, 0, 0, 64), (1, 2, 3, 58), (64, 0, 0, 0)]
 
 
 def tables(sizes: tuple[int, ...], sums_rows: bool) -> list[Any]:
-    """What the kernels of `megablox` read of groups: the number of tiles, where groups start, and the first group."""
+    """The tables that the kernels of `megablox` read of groups: the number of tiles, starts and the first group."""
     metadata, count = make_group_metadata(
         group_sizes=jnp.array(sizes, jnp.int32),
         m=64,
@@ -170,19 +170,3 @@ def test_ragged_paged_attention_runs_on_heads(options: dict[str, Any], monkeypat
     integer: Any = jax.make_jaxpr(lambda x: x + 1)(0).eqns[0].invars[1]
     monkeypatch.setattr(type(integer.val), "shape", (), raising=False)
     compare(equation, operands, program)
-
-
-@pytest.mark.parametrize(("name", "moments"), [("layer_norm", 2), ("rms_norm", 1)])
-def test_gradients_of_norms_are_sums_over_rows(name: str, moments: int) -> None:
-    rows, weight, row = real(24, 40), real(40), real(24)
-
-    def gradients(x: Any, weight: Any, bias: Any, gradient: Any, *moments: Any) -> Any:
-        backward = getattr(loaded(f"{OPS}gpu.{name}"), f"{name}_backward")
-        return backward(None, None, 1e-5, "triton", True, (x, weight, bias, *moments), gradient)[1:]
-
-    operands = [rows, weight, weight, rows + 1, *[row] * moments]
-    equation = [
-        each for each in equations(jax.make_jaxpr(gradients)(*operands)) if each.primitive.name == "pallas_call"
-    ][1]
-    specs = (P("data"), P(), P(), P("data"), *[P("data")] * moments)
-    check(equation, operands, LocalSplit(specs, (P(), P()), (("data",), ("data",))))

@@ -37,7 +37,7 @@ def rewritten(fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, ClosedJa
 
 
 def masks_outside(program: ClosedJaxpr) -> int:
-    """How many arrays as large as the mask a program computes in front of its loops or between them."""
+    """The number of arrays as large as the mask that a program computes in front of its loops or between them."""
     steps = [equation for equation in program.eqns if equation.primitive.name != "scan"]
     return sum(var.aval.shape[-2:] == (LENGTH, LENGTH) for equation in steps for var in equation.outvars)
 

@@ -149,7 +149,7 @@ def test_gathers_for_the_backward_pass_use_up_what_compilers_put_off() -> None:
 def test_gathers_use_up_nothing_beside_collectives_between_matmuls(
     monkeypatch: pytest.MonkeyPatch, count: int, is_put_off: bool
 ) -> None:
-    """Where the rule ends: of twelve matmuls, few are put off with one collective between others, all with two."""
+    """The end of the rule: of twelve matmuls, few are put off with one collective between others, all with two."""
     plan = gathered_again(mesh=MESH, hardware=sr.Hardware.named("cuda:h100"))
     task, moves = plan.task, plan.task.problem.chosen_moves(plan.choice)
     assert task.written.late_matmul_count == 12
@@ -176,7 +176,7 @@ def test_a_second_search_starts_from_what_the_first_has_met(monkeypatch: pytest.
 
 
 def test_without_time_nothing_is_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fits where compilers save memory is chosen from what the first search has met."""
+    """A choice that fits where compilers save memory is one that the first search has met."""
     hardware = sr.Hardware.named("cuda:h100")
     free = query_of(2**30, hardware).search(NO_DEADLINE)
     query = query_of(int(0.97 * free.peak_bytes), hardware)

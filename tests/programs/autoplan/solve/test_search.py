@@ -2,20 +2,13 @@
 
 import itertools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
-import shardrules as sr
-from shardrules.programs.autoplan.graph.machine import Machine
 from shardrules.programs.autoplan.graph.restrict import restrict, variable_count
 from shardrules.programs.autoplan.solve import search, solver
-from shardrules.programs.autoplan.solve.deadline import Deadline
 from shardrules.programs.autoplan.solve.search import Search, SearchResult, Task
 from shardrules.programs.autoplan.solve.trials import Trials
-from shardrules.programs.autoplan.traced.program import read_jaxpr
 from tests.programs.autoplan.solve.test_solver import TooLarge, best_cost, preferred, random_task, within
 
 PARTS = (0.02, 0.3, 0.7)
@@ -45,8 +38,8 @@ def budget(task: Task, part: float) -> float:
     return least + part * (most - least)
 
 
-def cost(result: SearchResult) -> float:
-    return result.solution.cost if result.fits and result.solution is not None else np.inf
+def cost(task: Task, result: SearchResult) -> float:
+    return task.problem.cost(result.choice) if result.fits else np.inf
 
 
 @pytest.mark.sample(3)
@@ -60,27 +53,14 @@ def test_search_with_a_budget_is_near_the_best(seed: int, part: float) -> None:
         pytest.fail("brute force does not end: choose another program")
     result = task.within(limit)
     slack = preferred(task.problem)
-    assert result.solution is not None
-    assert result.solution.choice is not None
     assert result.fits == np.isfinite(best)
     if not result.fits:
         return
-    assert task.occupancy.timeline(result.solution.choice).max() == result.peak_bytes <= limit * (1 + 1e-6)
-    assert result.solution.cost == task.problem.cost(result.solution.choice)
-    assert result.solution.cost <= best * 1.01 + slack
-    if result.solution.cost < best * (1 - 1e-6):  # limits are kept to a millionth
-        assert result.solution.cost >= within(task, limit * (1 + 1e-6)) * (1 - 1e-6)
+    assert task.occupancy.timeline(result.choice).max() == result.peak_bytes <= limit * (1 + 1e-6)
+    assert task.problem.cost(result.choice) <= best * 1.01 + slack
+    if task.problem.cost(result.choice) < best * (1 - 1e-6):  # limits are kept to a millionth
+        assert task.problem.cost(result.choice) >= within(task, limit * (1 + 1e-6)) * (1 - 1e-6)
     assert result.bound <= best * (1 + 1e-6) + slack
-
-
-@pytest.mark.slow
-def test_budgets_make_random_programs_slower() -> None:
-    """Otherwise the test above would prove little."""
-    slower = 0
-    for seed in TIGHT:
-        task = random_task(seed)
-        slower += task.within(budget(task, 0.02)).bound > task.within(np.inf).bound * 1.005
-    assert slower >= len(TIGHT) * 0.7
 
 
 @pytest.mark.sample(3)
@@ -90,7 +70,7 @@ def test_less_memory_is_never_faster(seed: int) -> None:
     least = task.within(0.0)
     assert not least.fits
     limits = np.geomspace(least.peak_bytes * 1.001, task.within(np.inf).peak_bytes * 1.1, 6)
-    costs = [cost(task.within(float(limit))) for limit in limits]
+    costs = [cost(task, task.within(float(limit))) for limit in limits]
     assert np.isfinite(costs[1:]).all()  # about the least there is: whole numbers may take a little more
     assert all(later <= earlier * 1.01 for earlier, later in itertools.pairwise(costs))
 
@@ -101,25 +81,8 @@ def test_three_axes(seed: int) -> None:
     task = random_task(seed, THREE)
     best = best_cost(task.problem)
     result = task.within(np.inf)
-    assert result.solution is not None
-    assert result.solution.cost == pytest.approx(best, rel=1e-3, abs=preferred(task.problem))
+    assert task.problem.cost(result.choice) == pytest.approx(best, rel=1e-3, abs=preferred(task.problem))
     assert result.bound <= best * (1 + 1e-6)
-    assert result.solution.bound == result.bound
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [6, 12, 36])
-def test_three_axes_with_a_budget(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where too much is left for the exact search, too."""
-    task = random_task(seed, THREE)
-    limit = budget(task, 0.3)
-    exact = task.within(limit)
-    monkeypatch.setattr(search, "_SMALL", 0)
-    result = task.within(limit)
-    assert result.solution is not None
-    assert result.peak_bytes <= limit * (1 + 1e-6)
-    assert result.bound <= result.solution.cost * (1 + 1e-6)
-    assert result.solution.cost <= cost(exact) * 1.05
 
 
 def test_three_axes_on_which_nothing_fits() -> None:
@@ -142,15 +105,6 @@ def test_a_restricted_problem_costs_the_same() -> None:
     assert best_cost(part) >= best_cost(problem) * (1 - 1e-12)
 
 
-def test_a_search_without_time_still_returns_a_plan() -> None:
-    shape = jax.ShapeDtypeStruct((512, 512), jnp.float32)
-    program = read_jaxpr(jax.make_jaxpr(lambda x, w: jnp.tanh(x @ w) @ w)(shape, shape))
-    task = Task.of(program, Machine.of(sr.mesh_shape("x:4,y:2")), ["x", "w"], {}, {0: P("x")})
-    result = task.within(np.inf, Deadline.after(0))
-    assert result.solution is not None
-    assert 0 < result.bound <= result.solution.cost * (1 + 1e-6)
-
-
 @pytest.mark.parametrize("fits", [False, True])
 def test_parts_improve_a_poor_answer(fits: bool) -> None:
     task = random_task(TIGHT[0])
@@ -164,7 +118,7 @@ def test_parts_improve_a_poor_answer(fits: bool) -> None:
     assert trials.answer is not None
     if fits:
         assert trials.answer.cost < start.cost
-        assert trials.answer.cost == pytest.approx(free.solution.cost if free.solution else np.nan)
+        assert trials.answer.cost == pytest.approx(task.problem.cost(free.choice))
     else:
         assert trials.answer.peak_bytes < start.peak_bytes
         assert trials.answer.peak_bytes == pytest.approx(smallest.peak_bytes)
@@ -188,14 +142,13 @@ def test_merging_takes_the_better_parts_of_choices(seed: int) -> None:
     trials = Trials(task.occupancy, (smallest.peak_bytes + fastest.peak_bytes) / 2)
     for choice in (smallest.choice, fastest.choice, (0,) * len(task.problem.nodes)):
         trials.add(choice)
-    assert smallest.solution is not None
     Search(task, trials, moments={int(trials.trials[1].timeline.argmax()): None}).merge()
     assert trials.best is not None
-    assert trials.best.cost < 0.7 * smallest.solution.cost
+    assert trials.best.cost < 0.7 * task.problem.cost(smallest.choice)
 
 
 def test_parts_are_searched_where_nothing_can_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is returned then is the smallest, which programs that are too large for one exact search need parts for."""
+    """The smallest is returned then, which programs that are too large for one exact search need parts for."""
     monkeypatch.setattr(search, "_SMALL", 0)
     answers: list[int] = []
     monkeypatch.setattr(Search, "improve", lambda self: answers.append(int(self.trials.smallest.peak_bytes)))

@@ -1,4 +1,4 @@
-"""What a search has met."""
+"""Trials of a search."""
 
 import numpy as np
 

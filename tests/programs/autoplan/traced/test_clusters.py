@@ -28,14 +28,14 @@ def test_a_chain_is_one_cluster() -> None:
     assert clusters.sizes[roots[0][0]] == (8, 16)
 
 
-def test_transposed_dims_are_followed() -> None:
-    program, clusters = read(lambda x: jnp.tanh(jnp.exp(x).T), (8, 16))
-    assert clusters.roots[result(program, "tanh")] == (result(program, "exp"), (1, 0))
-
-
-def test_dims_of_size_one_have_no_root_dim() -> None:
-    program, clusters = read(lambda x: jnp.tanh(jnp.exp(x)[:, None]), (8, 16))
-    assert clusters.roots[result(program, "tanh")] == (result(program, "exp"), (0, None, 1))
+@pytest.mark.parametrize(
+    ("fn", "dims"),
+    [(lambda x: jnp.tanh(jnp.exp(x).T), (1, 0)), (lambda x: jnp.tanh(jnp.exp(x)[:, None]), (0, None, 1))],
+    ids=["transposed", "of size one"],
+)
+def test_dims_are_followed(fn: Any, dims: tuple[int | None, ...]) -> None:
+    program, clusters = read(fn, (8, 16))
+    assert clusters.roots[result(program, "tanh")] == (result(program, "exp"), dims)
 
 
 def test_an_array_with_two_uses_stays_by_itself() -> None:

@@ -1,4 +1,4 @@
-"""What is read, written and copied by lookups and updates: by hand, and by XLA for GPUs."""
+"""Reads, writes and copies of lookups and updates: by hand, and by XLA for GPUs."""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -47,7 +47,7 @@ class Case:
     args: tuple[Any, ...]
     moved: int
     donated: bool = True
-    """Whether the first argument comes back as a result, and is donated."""
+    """The first argument comes back as a result, and is donated."""
 
 
 def nbytes(*arrays: Any) -> int:

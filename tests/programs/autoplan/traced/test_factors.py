@@ -30,7 +30,7 @@ from tests.programs.examples import mesh_on
 
 AXES = sr.mesh_shape("x:2,y:2")
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""What is tested is decided long before machine code."""
+"""Collectives are decided long before machine code."""
 
 Split = dict[int, str]
 """The factors that are split, each over a mesh axis."""
@@ -112,7 +112,7 @@ def compiled(case: Case, mesh: Mesh) -> Any:
 
 
 def reduced_bytes(case: Case, *, at_once: bool) -> int:
-    """What all-reduces have to complete: the results, as far as not split.
+    """The bytes that all-reduces have to complete: the results, as far as not split.
 
     Over two factors compilers reduce one after the other, or, for GPUs, `at_once`.
     """

@@ -1,4 +1,4 @@
-"""Which operations read and write memory, on functions whose fusions are obvious."""
+"""Operations that read and write memory, on functions whose fusions are obvious."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ def read(fn: Callable[..., Any], *args: Any) -> TracedProgram:
 
 
 def reading(program: TracedProgram) -> dict[str, int]:
-    """How many kernels read something at each operation, by its name."""
+    """The number of kernels that read something at each operation, by its name."""
     counts = FusedProgram.of(program).read_counts
     return {program.operations[op_index].name: count for (op_index, _), count in counts.items() if count}
 
@@ -131,3 +131,15 @@ def test_reductions_of_single_elements_are_no_kernels() -> None:
     sizes = [operation.equation.invars[0].aval.size for operation in ends if operation.name == "reduce_sum"]
     assert sizes
     assert min(sizes) == x.size
+
+
+def test_long_chains_of_products_are_walked_once() -> None:
+    """Each step reads the one before twice: walks that forget where they were would take 2 to the power of 60 steps."""
+
+    def loss(x: Any, scale: Any) -> Any:
+        for _ in range(60):
+            scale = scale * (2 - x[0, 0] * scale)
+        return jnp.mean((x * scale) ** 2)
+
+    program = read(loss, jax.ShapeDtypeStruct((256, 64), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.bfloat16))
+    assert not any(program.arrays[array].shape == (256, 64) for array in FusedProgram.of(program).written - {0})

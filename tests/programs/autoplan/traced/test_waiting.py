@@ -1,4 +1,4 @@
-"""What compilers can move while matmuls run."""
+"""Moves that compilers can make while matmuls run."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def test_what_goes_round_a_loop_is_between_its_matmuls() -> None:
 
 
 def test_parameters_are_gathered_again_for_the_backward_pass() -> None:
-    """Where it computes from them anew, as with `jax.checkpoint`. A matmul for a metric is no backward pass."""
+    """It computes from them anew, as with `jax.checkpoint`. A matmul for a metric is no backward pass."""
 
     def loss(ws: Any, x: Any) -> Any:
         metric = jnp.sum(x @ ws[2].astype(x.dtype))

@@ -55,7 +55,6 @@ def grid_loops(op: OpSignature) -> Loops | None:
 
 
 def params_of_pieces(op: OpSignature, loops: Loops, shapes: Sequence[tuple[int, ...]]) -> dict[str, Any]:
-    """Returns the parameters that a kernel has for pieces of its operands, which have these shapes."""
     if retraced_loops(op) is not None:
         retraced = retraced_params(op, shapes)
         assert retraced is not None, "pieces are such that JAX makes their kernel"
@@ -229,7 +228,6 @@ their position: read in the sources of JAX 0.10 and 0.12. They declare few dims 
 
 
 def _semantics(params: Mapping[str, Any]) -> list[str]:
-    """The words of the author of a kernel for TPUs for the dims of its grid, in lower case."""
     options = params["compiler_params"]
     every = options.values() if isinstance(options, Mapping) else [options]
     declared = [semantics for each in every if (semantics := getattr(each, "dimension_semantics", None)) is not None]
@@ -237,7 +235,6 @@ def _semantics(params: Mapping[str, Any]) -> list[str]:
 
 
 def _used_equations(program: Any) -> Iterator[Any]:
-    """Yields the equations of a program whose results are used, and of the programs inside it."""
     jaxpr = getattr(program, "jaxpr", program)
     used = {id(var) for equation in jaxpr.eqns for var in equation.invars} | {id(var) for var in jaxpr.outvars}
     for equation in jaxpr.eqns:

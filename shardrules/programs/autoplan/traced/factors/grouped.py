@@ -72,5 +72,4 @@ def sums_rows(params: Any) -> bool:
 
 
 def tile_rows(params: Any) -> int:
-    """The rows of a tile."""
     return params["grid_mapping"].block_mappings[0].block_shape[0].block_size

@@ -71,15 +71,7 @@ class LoopRule:
 
 
 def loop_sizes(loops: Loops, op: OpSignature) -> dict[Hashable, int]:
-    """The size of each loop, which all pieces have to divide, in the order in which the loops appear.
-
-    ```python
-    from shardrules.programs.autoplan.traced.factors.loops import Loops, OpSignature, loop_sizes
-
-    op = OpSignature("reshape", ((6, 4),), ((8, 3),), ("float32",), {})
-    assert loop_sizes(Loops([("rows", None)], [("rows", None)]), op) == {"rows": 2}
-    ```
-    """
+    """The size of each loop, which all pieces have to divide, in the order in which the loops appear."""
     sizes: dict[Hashable, int] = {}
     sides = ((loops.operands, op.operands), (loops.results, op.results))
     for names, shape in (pair for side in sides for pair in zip(*side, strict=True)):
@@ -91,7 +83,6 @@ def loop_sizes(loops: Loops, op: OpSignature) -> dict[Hashable, int]:
 
 
 def whole(shape: Shape) -> tuple[None, ...]:
-    """The names of an array that is never split."""
     return (None,) * len(shape)
 
 

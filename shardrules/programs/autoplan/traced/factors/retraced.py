@@ -30,7 +30,6 @@ def is_from(params: Mapping[str, Any], *modules: str) -> bool:
 
 
 def _source(params: Mapping[str, Any]) -> str:
-    """The name of a kernel's function, and where it is written."""
     return str(getattr(params["jaxpr"].debug_info, "func_src_info", "")).replace("\\", "/")
 
 
@@ -188,7 +187,6 @@ def _text(params: Mapping[str, Any]) -> Any:
 
 
 def _literals(params: Mapping[str, Any]) -> list[float]:
-    """The numbers in the program of a kernel."""
     every = (var for equation in equations(params["jaxpr"]) for var in equation.invars)
     return [float(var.val) for var in every if isinstance(var, Literal)]
 

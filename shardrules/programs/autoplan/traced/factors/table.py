@@ -80,13 +80,6 @@ class Factors:
 def op_factors(equation: Any, unused: Sequence[bool] = ()) -> Factors | None:
     """The factors of an equation; `None` where no rule covers its primitive, or this form of it. Of kernels whose
     results are `unused` more may be split.
-
-    ```python
-    from shardrules.programs.autoplan.traced.factors.table import Factors, op_factors
-
-    (reshape,) = jax.make_jaxpr(lambda x: x.reshape(32, 4, 8))(jnp.ones((32, 32))).eqns
-    assert op_factors(reshape) == Factors(((0, 1),), ((0, 1, None),), sizes=(32, 4))
-    ```
     """
     rule, op = RULES.get(equation.primitive.name), op_signature(equation, unused)
     if rule is None or op is None or not rule.covers(op):
