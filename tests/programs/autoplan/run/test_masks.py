@@ -33,7 +33,7 @@ def scanned(layer: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[Any
 def rewritten(fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     before = jax.make_jaxpr(fn)(*args)
     after = ClosedJaxpr(with_masks_inside(before.jaxpr), before.consts)
-    return before, ClosedJaxpr(without_dead_code(after), before.consts)
+    return before, without_dead_code(after)
 
 
 def masks_outside(program: ClosedJaxpr) -> int:
