@@ -264,7 +264,8 @@ def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
     """
     orbax, folder = _import_orbax(path, "save_orbax")
     title = f"save_orbax: {folder}"
-    is_local = "://" not in str(folder)
+    # In a cloud store names do not change, and no checkpoint is replaced.
+    local = None if "://" in str(folder) else Path(folder)
 
     def plan() -> SavePlan:
         leaves, findings = saved_leaves(tree, "save_orbax", _unsupported)
@@ -283,12 +284,12 @@ def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
         findings += name_findings(names, "Rename a key of the tree: orbax joins keys with dots")
         refuse(title, findings, "saved, and nothing was written")
         # Another process may not see yet what the first one has just changed.
-        if process_id() == 0:
-            _check_replaceable(folder, title, is_local)
+        if process_id() == 0 and local is not None:
+            _check_replaceable(local, title)
+        elif process_id() == 0 and folder.exists():
+            raise CheckpointError(f"{title} exists already: save each step in a folder of its own")
         own_names = re.escape(folder.name)
-        return SavePlan(
-            leaves, str(folder), own_names=own_names, folder=Path(folder) if is_local else None, write=write
-        )
+        return SavePlan(leaves, str(folder), own_names=own_names, folder=local, write=write)
 
     def write(temporary: Path | None) -> None:
         checkpointer = orbax.Checkpointer(orbax.PyTreeCheckpointHandler())
@@ -302,10 +303,8 @@ def save_orbax(path: Any, tree: Any, *, timeout: float = 1800) -> None:
     Saving(title, timeout).save(plan)
 
 
-def _check_replaceable(folder: Any, title: str, is_local: bool) -> None:
+def _check_replaceable(folder: Path, title: str) -> None:
     """Raises unless `folder` is missing, empty, or a checkpoint and nothing else: all that is in it is removed."""
-    if not is_local and folder.exists():
-        raise CheckpointError(f"{title} exists already: save each step in a folder of its own")
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{title} is a file, and a checkpoint is a folder")
     if folder == Path.cwd():

@@ -314,3 +314,9 @@ def test_a_pipe_in_an_orbax_checkpoint_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "saved" / "d" / "pipe")
     with pytest.raises(CheckpointError, match="pipe: it is not a regular file"):
         sr.load_orbax(tmp_path / "saved", {"w": np.ones(3, np.float32)}, P(), sr.create_mesh("data:8"))
+
+
+def test_a_folder_whose_name_cannot_change_is_written_under_its_own() -> None:
+    names: list[Path | None] = []
+    commit.Saving("save", 10).save(lambda: commit.SavePlan([], "gs://bucket/state", write=names.append))
+    assert names == [None]

@@ -74,9 +74,9 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path, monkeypatch: pytes
     sr.save_orbax(tmp_path / "run" / "first", tree)
     (tmp_path / "run" / "notes.txt").touch()
     monkeypatch.chdir(tmp_path / "run")
-    for path in (tmp_path / "run", ".", tmp_path):
+    for path, message in (("first/..", "the current folder"), (".", "the current folder"), (tmp_path, "of one: run")):
         files = sorted(tmp_path.rglob("*"))
-        with pytest.raises(CheckpointError, match=r"part of one: (?:first, notes|run)|the current folder"):
+        with pytest.raises(CheckpointError, match=message):
             sr.save_orbax(path, tree)
         assert sorted(tmp_path.rglob("*")) == files
     # A checkpoint with the user's file in it, and a step with several items.
