@@ -85,12 +85,12 @@ def _rules_in_fields(rule: "ShardingRule") -> tuple["ShardingRule", ...]:
     return tuple(_rules_in({name: getattr(rule, name, None) for name in names} | vars(rule)))
 
 
-def _rules_in(container: Any) -> Iterator["ShardingRule"]:
+def _rules_in(container: Any, around: tuple[int, ...] = ()) -> Iterator["ShardingRule"]:
     for value in container.values() if isinstance(container, Mapping) else container:
         if isinstance(value, ShardingRule):
             yield value
-        elif isinstance(value, tuple | list | Mapping):
-            yield from _rules_in(value)
+        elif isinstance(value, tuple | list | Mapping) and id(value) not in around:  # a list may hold itself
+            yield from _rules_in(value, (*around, id(value)))
 
 
 def inner_values(rule: "ShardingRule", name: str) -> Iterator[Any]:
