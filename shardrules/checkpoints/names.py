@@ -111,8 +111,8 @@ def match(
 ) -> tuple[list[Name], list[Finding]]:
     """Returns the name of the tensor that each leaf takes, `None` where it keeps its value, and all that is wrong.
 
-    A table of `names` may have paths that are none. Tensors that no leaf takes are wrong if `surplus` is `"error"`,
-    other dtypes than the leaves' unless `cast`.
+    Keys of a table of `names` that are no paths of leaves are wrong, too. Tensors that no leaf takes are wrong if
+    `surplus` is `"error"`, other dtypes than the leaves' unless `cast`.
     """
     stored, paths = contents.stored, [leaf.path for leaf in leaves]
     mismatches = list(unknown_paths(names, paths, "`like`"))
@@ -125,10 +125,12 @@ def match(
         is_stack = contents.has_stacks and leaf.is_array and isinstance(name, list | tuple)
         wrong = list(_mismatches(leaf, name, contents, cast=cast, is_stack=is_stack))
         mismatches += wrong
-        if (wrong and is_stack) or any(finding.code in ("no-name", "missing") for finding, _ in wrong):
-            name = None
-        matched.update(dict.fromkeys(() if name is None else flat_names(name)))
-        matches.append(name)
+        # A tensor that a leaf names is not surplus, even where it does not fit. What is no name may have no hash.
+        if name is not None and not any(finding.code == "no-name" for finding, _ in wrong):
+            matched.update(dict.fromkeys(flat_names(name)))
+        # No tensor can be read for it, though what else is wrong may be wrong with its values alone.
+        is_missing = (wrong and is_stack) or any(finding.code in ("no-name", "missing") for finding, _ in wrong)
+        matches.append(None if is_missing else name)
     if surplus == "error":
         remedy = 'surplus="skip" ignores it; names=... gives it to a leaf'
         mismatches += [

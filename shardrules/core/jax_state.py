@@ -1,15 +1,16 @@
 """State of JAX without a public reader: the only module that may read `jax._src`, and why.
 
-- The mesh of a legacy `with mesh:`, which code in the wild still uses, has no public reader.
-- The client of `jax.distributed`, whose barriers take a timeout and which stores text, has no public name.
-- No public function says whether a backend runs without starting it.
-- Whether code is being traced shows only in its arguments, and a function may have none.
-- The settings and contexts on which a trace depends beside its arguments are a key inside `jax.jit`.
-- The lines behind an equation, or a call, can be read, but not passed on to equations that replace it.
-- The context of an equation, with the mesh that was in force, can be read but not made.
-- A primitive that lowers to `custom_partitioning` has to be listed among those that need devices for it.
-- What a partitioner says about an array is decoded by `custom_partitioning`, which cannot say what it cannot decode.
-- A program may put our functions into the place of JAX's own, whose public names then lead back to ours.
+- `legacy_mesh`: a `with mesh:`, which code in the wild still uses, has no public reader.
+- `coordination_client`: the client of `jax.distributed` stores text, and its barriers take a timeout. It has no name.
+- `process_count`: no public function says whether a backend runs without starting it.
+- `under_trace`: whether code is being traced shows only in its arguments, and a function may have none.
+- `trace_key`: the settings and contexts on which a trace depends beside its arguments are a key inside `jax.jit`.
+- `lines_of`, `lines_of_caller`: the lines behind an equation, or a call, can be read, but not passed on to others.
+- `context_on`: the context of an equation, with the mesh that was in force, can be read but not made.
+- `require_devices`: a primitive that lowers to `custom_partitioning` has to be listed among those that need devices.
+- `decoded_spec`: `custom_partitioning` decodes what a partitioner says about an array, but not where it cannot.
+- `device_put`, `jit`, `reshard`, `with_sharding_constraint`, `shard_map`: a program may put our functions into the
+  place of JAX's own, whose public names then lead back to ours.
 """
 
 from collections.abc import Hashable
@@ -17,7 +18,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax._src import config, core, dispatch, distributed, mesh, sharding_impls, source_info_util, xla_bridge
+from jax._src import config, core, dispatch, distributed, sharding_impls, source_info_util, xla_bridge
+from jax._src import mesh as mesh_state
 from jax._src.api import device_put as device_put
 from jax._src.api import jit as jit
 from jax._src.pjit import reshard as reshard
@@ -27,7 +29,7 @@ from jax._src.shard_map import shard_map as shard_map
 
 def legacy_mesh() -> jax.sharding.Mesh | None:
     """Returns the mesh of a `with mesh:` that is open in this thread, or `None`."""
-    legacy = mesh.thread_resources.env.physical_mesh
+    legacy = mesh_state.thread_resources.env.physical_mesh
     return None if legacy.empty else legacy
 
 
@@ -42,7 +44,7 @@ def process_id() -> int:
 
 
 def process_count() -> int:
-    """Returns how many processes take part, without starting a backend."""
+    """Returns how many processes take part, without starting a backend: TPUs know it without `jax.distributed`."""
     if distributed.global_state.client is not None:
         return distributed.global_state.num_processes or 1
     return jax.process_count() if xla_bridge.backends_are_initialized() else 1
@@ -74,7 +76,7 @@ def lines_of(equation: Any) -> AbstractContextManager[Any]:
 
 
 def lines_of_caller() -> AbstractContextManager[Any]:
-    """Returns a context in which new equations come from the lines of code that call this now."""
+    """Returns a context in which new equations come from the lines of code that are being traced now."""
     return source_info_util.user_context(source_info_util.current().traceback)
 
 
@@ -86,6 +88,7 @@ def require_devices(primitive: Any) -> None:
 def decoded_spec(sharding: Any, mesh: Any) -> jax.sharding.PartitionSpec | None:
     """Returns the spec of what a partitioner says of an array, or `None` where it splits that over part of an axis."""
     try:
+        # A partitioner's sharding has its own number of dims: 0 is not read.
         (spec,) = sharding_impls.parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(0), mesh)
     except ValueError:  # a dim in fewer pieces than its axis has devices
         return None

@@ -34,7 +34,9 @@ def matched(
     name_of = name_function(names, lambda path: path.replace("/", "."), "load")
     leaves = requested(like)
     tensor_names = requested_names(leaves, tensors, name_of)
-    return match(leaves, Contents(tensors, tensor_names, lambda *_: []), names, surplus=surplus, cast=cast)
+    return match(
+        leaves, Contents(tensors, tensor_names, lambda *_: [], has_stacks=True), names, surplus=surplus, cast=cast
+    )
 
 
 def test_each_leaf_takes_the_tensor_of_its_name() -> None:
@@ -151,6 +153,11 @@ def test_surplus_is_refused_unless_it_is_skipped() -> None:
     tensors = stored_f32(a=[4], b=[2])
     assert [finding.code for finding in matched({"a": array(4)}, tensors)[1]] == ["surplus"]
     assert matched({"a": array(4)}, tensors, surplus="skip") == (["a"], [])
+
+
+def test_tensors_of_a_stack_are_not_surplus_where_one_does_not_fit() -> None:
+    _, wrong = matched({"a": array(2, 4)}, stored_f32(x0=[4], x1=[3]), {"a": ["x0", "x1"]})
+    assert [finding.code for finding in wrong] == ["shape"]
 
 
 def test_many_missing_tensors_are_listed_quickly() -> None:

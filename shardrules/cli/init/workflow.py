@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 WORKFLOW = Path(".github", "workflows", "sharding.yml")
-"""The place of workflows on GitHub, from the top of a repository."""
+"""The path of the workflow, from the top of a repository."""
 
 
 def repository_of(folder: Path) -> Path:
@@ -14,12 +14,14 @@ def repository_of(folder: Path) -> Path:
 
 
 def workflow_text(folder: Path, subject: Sequence[str], packages: Sequence[str] = ()) -> str:
-    """Returns the workflow for a folder; `subject` are the words that name the model and the rules."""
+    """Returns the workflow for a folder; `subject` are the words that name the model and the rules, `packages` what it
+    needs beside its own requirements."""
     command = shlex.join(["shardrules", "check", *subject, "--format", "github"])
     report = shlex.join(["shardrules", "report", *subject, "-o", "report.html"])
     inner = folder.relative_to(repository_of(folder)).as_posix()
     # Steps run at the top of the repository, unless they say where.
     defaults = "" if inner == "." else f"    defaults:\n      run:\n        working-directory: {inner!r}\n"
+    # `working-directory` is for commands only: the path of an upload begins at the top. `repr` quotes as YAML does.
     page = "report.html" if inner == "." else f"{inner}/report.html"
     return f"""\
 # Checks how the model is sharded: written by `shardrules init`, yours to edit.
@@ -60,7 +62,7 @@ jobs:
 
 
 def _install(folder: Path, packages: Sequence[str]) -> str:
-    """The command that installs shardrules and what is in the folder, as its own files say it is installed."""
+    """The command that installs shardrules, `packages`, and the folder's requirements and package, if it has them."""
     words = ["pip", "install", "shardrules[cli]", *packages]
     if (folder / "requirements.txt").is_file():
         words += ["-r", "requirements.txt"]

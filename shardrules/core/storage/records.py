@@ -49,12 +49,12 @@ class Format:
 
     @contextlib.contextmanager
     def read(self, text: str) -> Iterator[dict[str, Any]]:
-        """A context with what a text says, in which everything that invalid data raises is an `error_type`."""
+        """A context with the data of a document. Errors that invalid data raises inside it become `error_type`."""
         try:
             data = object_of(read_json(text), "its JSON")
             version = data.pop(self.key)
             if version != self.version:
-                name = self.noun.partition(" ")[2]
+                name = self.noun.partition(" ")[2]  # without its article
                 message = f"this {name} has format {version!r}, and this version reads {self.version}"
                 raise self.error_type(message)
             yield data
@@ -73,17 +73,17 @@ def _shallow() -> Iterator[None]:
 
 
 def _integer(text: str) -> int:
-    # Python reads no integers of 4,300 digits, and does not print what is computed from one that is nearly as long.
-    number = int(text) if len(text) <= 20 else LARGEST_INTEGER + 1
-    if abs(number) > LARGEST_INTEGER:
+    # A sign and the 19 digits of LARGEST_INTEGER. Longer text is not read: Python refuses 4,300 digits.
+    if len(text) > 20 or abs(int(text)) > LARGEST_INTEGER:
         raise ValueError(f"{text:.30} does not fit in 64 bits")
-    return number
+    return int(text)
 
 
 def _check_integers(value: Any) -> None:
     if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
         raise ValueError(f"an integer of {value.bit_length()} bits does not fit in 64")
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    items = list(value.values()) if isinstance(value, dict) else value
+    for item in items if isinstance(items, list) else ():
         _check_integers(item)
 
 
@@ -110,10 +110,10 @@ def problem(error: Exception) -> str:
 
 
 def record(kind: Any, value: Any, name: str) -> Any:
-    """Returns a piece of JSON as a value of the annotation `kind`, or a `TypeError` or `LookupError` that says where.
+    """Returns a piece of JSON as a value of the annotation `kind`; a `TypeError` or `LookupError` says where not.
 
     Objects become attrs classes, and lists become tuples; `int`, `float`, `str`, `bool`, `Literal` and `None` are
-    checked. Fields with a default may be missing. `name` is what messages call the value.
+    checked. A union may only add `None`. Fields with a default may be missing. `name` is what messages call the value.
     """
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
@@ -127,9 +127,9 @@ def record(kind: Any, value: Any, name: str) -> Any:
         return _checked(value, value in parts, name, " or ".join(map(repr, parts)))
     if attrs.has(kind):
         return _class_record(kind, value, name)
-    # JSON has 1 for 1.0, and bool is an int in Python.
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    valid = is_number and (kind is float or isinstance(value, int)) if kind in (int, float) else isinstance(value, kind)
+    # JSON may write 1 for 1.0. A bool is an int in Python, but not here.
+    accepted = int | float if kind is float else kind
+    valid = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
     return _checked(value, valid, name, kind.__name__)
 
 
@@ -160,7 +160,7 @@ def _class_record(kind: Any, value: Any, name: str) -> Any:
     unknown = [field for field in value if field not in fields]
     if missing or unknown:
         differences = [
-            f"{', '.join(names)} {kind}" for names, kind in ((missing, "missing"), (unknown, "unknown")) if names
+            f"{', '.join(names)} {state}" for names, state in ((missing, "missing"), (unknown, "unknown")) if names
         ]
         raise LookupError(f"{name} has other fields: {'; '.join(differences)}. {SAVE_AGAIN}")
     hints = typing.get_type_hints(kind)

@@ -1,6 +1,7 @@
 """Compiles a function for a target, from shapes alone, and keeps everything that the compiler reports."""
 
 import contextlib
+import itertools
 import os
 import re
 import sys
@@ -277,7 +278,7 @@ def compile_for(
         text,
         _memory_of(compiled),
         tuple(jtu.tree_leaves(compiled.input_shardings)),
-        tuple(map(ResultArray, paths, traced.structs, requested, output_shardings)),
+        tuple(ResultArray(*parts) for parts in zip(paths, traced.structs, requested, output_shardings, strict=True)),
         all_donated,
         tuple(messages),
         refusal,
@@ -285,7 +286,8 @@ def compile_for(
 
 
 def compiled_memory(lowered: jax.stages.Lowered, mesh: Mesh) -> CompilerMemory:
-    """Returns what a lowered function needs once it is compiled for `mesh`; with a flag if the compiler fails else."""
+    """Returns the memory of a lowered function that is compiled for `mesh`, with the flag that it compiles with, if it
+    needs one."""
     with _capturing_stderr():
         try:
             compiled, _ = _compile(lowered, mesh, tolerant=True, options={})
@@ -317,10 +319,10 @@ def _requested_shardings(
     leaves, treedef = jtu.tree_flatten(traced.result)
     is_array = [array_kind(leaf) is not None for leaf in leaves]
     structs = iter(traced.structs)
-    shapes = [next(structs) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+    shapes = [next(structs) if has_struct else leaf for leaf, has_struct in zip(leaves, is_array, strict=True)]
     of_leaves = result_shardings(treedef.unflatten(shapes), out_shardings, mesh)
-    paths = [path for path, array in zip(leaf_paths(traced.result), is_array, strict=True) if array]
-    of_arrays = [sharding for sharding, array in zip(of_leaves, is_array, strict=True) if array]
+    paths = list(itertools.compress(leaf_paths(traced.result), is_array))
+    of_arrays = list(itertools.compress(of_leaves, is_array))
     # An array written to an argument stays where the argument is.
     targets = [arguments.arrays[index] for index in traced.written]
     paths += [target.path for target in targets]
@@ -329,7 +331,7 @@ def _requested_shardings(
         None if sharding is None else NamedSharding(mesh, sharding.spec, memory_kind=requested_memory(sharding))
         for sharding in traced.output_shardings
     ]
-    return paths, [first or second for first, second in zip(of_arrays, of_function, strict=True)]
+    return paths, [by_caller or by_function for by_caller, by_function in zip(of_arrays, of_function, strict=True)]
 
 
 def _renamed(run: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -346,22 +348,22 @@ def _compile(
     lowered: jax.stages.Lowered, mesh: Mesh, tolerant: bool, options: Options
 ) -> tuple[jax.stages.Compiled, str]:
     """The program, and the compiler's error if it refused the program for its size at first."""
-    # Only libtpu refuses: the compilers for CPUs and GPUs finish programs of any size.
     platform = mesh.devices.flat[0].platform
     try:
         return lowered.compile(compiler_options=options or None), ""
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
-        # libtpu reports the same code for a kernel that overflows VMEM: that is a bug of the kernel, and no mesh helps.
-        if "RESOURCE_EXHAUSTED" not in text or "vmem" in text.lower():
+        # Only libtpu refuses programs for their size. A kernel that overflows VMEM, or the shared memory of a GPU, has
+        # the same code: no mesh helps it.
+        if platform != "tpu" or "RESOURCE_EXHAUSTED" not in text or "vmem" in text.lower():
             raise _compile_error(mesh, error, options) from error
-        first = text.partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
-        if tolerant and platform == "tpu":
+        first_line = text.partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
+        if tolerant:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # a program that is far too large is refused again
-                return lowered.compile(compiler_options={**options, **_TOLERANT}), first
+                return lowered.compile(compiler_options={**options, **_TOLERANT}), first_line
         raise DoesNotFitError(
-            f"the compiler for {platform} refuses a program that takes more memory than a device has: {first} Split "
-            "more, make the batch smaller, or recompute activations (jax.checkpoint)",
+            f"the compiler for {platform} refuses a program that takes more memory than a device has: {first_line} "
+            "Split more, make the batch smaller, or recompute activations (jax.checkpoint)",
             _needed_bytes(text),
         ) from error
 
@@ -393,7 +395,8 @@ def _needed_bytes(text: str) -> int:
 
 @contextlib.contextmanager
 def _capturing_stderr() -> Iterator[list[str]]:
-    """Collects XLA's warnings about rematerialization, and passes everything else on.
+    """Collects XLA's warnings about rematerialization, and passes everything else on but `_NOISE`. The list is filled
+    when the context ends.
 
     XLA has no other channel for them than the standard error of the process, file descriptor 2: Python's `sys.stderr`
     does not see what C++ writes.

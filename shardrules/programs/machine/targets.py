@@ -176,22 +176,24 @@ class Target:
         chip = rest.pop(0) if platform != "cpu" and rest else ""
         sizes = [_read_sizes(part) for part in rest]
         shape = sizes[0] if sizes else ()
-        max_parts = 2 if platform == "tpu" else 1  # only TPUs have a number of slices after their shape
-        slices = (sizes[1] if len(sizes[:max_parts]) > 1 else None) or (1,)
+        # Only TPUs have a number of slices after their shape. It is a single size: 2x2 in its place is unexpected.
+        slice_sizes = (sizes[1] if platform == "tpu" and len(sizes) > 1 else None) or (1,)
+        slices = slice_sizes[0]
+        part_count = 2 if platform == "tpu" and len(slice_sizes) == 1 else 1
         # Collect everything that is wrong, so that one error names it all.
-        problems = _target_problems(platform, chip, shape, slices[0])
+        problems = _target_problems(platform, chip, shape, slices)
         if platform in _FORMS:
             problems += [
                 f"{part!r} is not a number{' or sizes joined by x' if platform == 'tpu' else ''}"
                 for part, size in zip(rest, sizes, strict=True)
                 if size is None
             ]
-            surplus = rest[max_parts:] if len(slices) == 1 else rest[1:]
+            surplus = rest[part_count:]
             if surplus:
                 problems.append(f"unexpected {':'.join(surplus)!r}")
         if problems:
             raise _target_error(target, problems, platform)
-        return cls(platform, chip, shape or (), slices[0], flags)  # pyright: ignore[reportArgumentType]  checked above
+        return cls(platform, chip, shape or (), slices, flags)  # pyright: ignore[reportArgumentType]  checked above
 
     def __str__(self) -> str:
         return f"{self.machine} {flags_text(self.flags)}" if self.flags else self.machine
@@ -351,7 +353,7 @@ def _torus_problems(chip: str, shape: tuple[int, ...]) -> list[str]:
     if not shape:
         return ["the topology is missing"]
     if len(shape) != dims:
-        example = "x".join(map(str, (*shape, 1))) if len(shape) == 2 else "4x4"
+        example = "x".join(map(str, (*shape, 1))) if len(shape) == 2 else "x".join(["4"] * dims)
         return [f"the torus of a {chip} has {dims} dimensions, got {len(shape)}; use {example}, for example"]
     if math.prod(shape) > 1 and any(size % 2 for size in shape[:2]):
         plane = f"{shape[0]}x{shape[1]}"

@@ -283,14 +283,24 @@ def test_where_xla_lacks_tiles_the_error_names_the_flag() -> None:
     assert (memory.peak_bytes, memory.flag) == (compiled.memory.peak_bytes, error.flag)
 
 
-@pytest.mark.parametrize("words", ["INTERNAL: during context [pre-optimization]: bad", "RESOURCE_EXHAUSTED: vmem"])
-def test_what_compilers_fail_at_is_an_error_with_their_words(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "mesh"),
+    [
+        ("INTERNAL: during context [pre-optimization]: bad", None),
+        ("RESOURCE_EXHAUSTED: Shared memory size limit exceeded", None),
+        pytest.param("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem", TPU, marks=pytest.mark.slow),
+    ],
+)
+def test_what_compilers_fail_at_is_an_error_with_their_words(
+    words: str, mesh: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise jax.errors.JaxRuntimeError(f"{words}\nmore of it")
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
-    with pytest.raises(CompileError, match=f"^{re.escape(f'the compiler for cpu fails: {words}')}$") as caught:
-        built(product, W, X)
+    name = "cpu" if mesh is None else "tpu"
+    with pytest.raises(CompileError, match=f"^{re.escape(f'the compiler for {name} fails: {words}')}$") as caught:
+        built(product, W, X, **({} if mesh is None else {"mesh": mesh_on(mesh, AXES)}))
     assert not caught.value.flag
 
 

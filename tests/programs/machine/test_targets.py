@@ -58,6 +58,7 @@ INVALID_TEXTS = [
     ("tpu:v5litepod:4x4", "unknown TPU generation 'v5litepod'"),
     ("tpu:v5x:4y4", r"unknown TPU generation 'v5x' \(did you mean '.*'\?\); '4y4' is not a number or sizes"),
     ("tpu:v5e:4x4x1", "the torus of a v5e has 2 dimensions, got 3; use 4x4, for example"),
+    ("tpu:v5p:8", "the torus of a v5p has 3 dimensions, got 1; use 4x4x4, for example"),
     ("tpu:v5p:4x8", "the torus of a v5p has 3 dimensions, got 2; use 4x8x1, for example"),
     ("tpu:v5e:3x4", "the first two sizes must be even unless there is a single chip; got 3x4"),
     ("tpu:v5e:4x0", r"sizes must be positive integers, got \(4, 0\)"),

@@ -21,7 +21,7 @@ from shardrules.programs.regions.function import ShardFunction
 @final
 @attrs.frozen
 class RegionRun:
-    """The run of a region on a device."""
+    """The alternative of a region that runs, and the axes that it uses."""
 
     alternative: int
     """The index of the alternative that runs; 0 where there are none."""
@@ -37,12 +37,13 @@ class LocalSplit:
     operands: tuple[PartitionSpec, ...]
     results: tuple[PartitionSpec, ...]
     summed: tuple[tuple[str, ...], ...]
-    """For each result the axes along which each device has a part of a sum."""
+    """For each result the axes along which each device has a part of a sum, or of a maximum."""
     region: RegionRun | None = None
 
 
 def local_jaxpr(equation: Any, split: LocalSplit, mesh: AnyMesh) -> ClosedJaxpr:
     """Returns an equation as a program in which each device computes its pieces of the results."""
+    name = equation.primitive.name
 
     def on_device(*operands: jax.Array) -> list[jax.Array]:
         # The parts of a sum lie side by side in a new dim, one on each device.
@@ -52,32 +53,32 @@ def local_jaxpr(equation: Any, split: LocalSplit, mesh: AnyMesh) -> ClosedJaxpr:
         ]
 
     def on_all(*operands: jax.Array) -> list[jax.Array]:
-        parts = [
+        out_specs = [
             PartitionSpec(axes, *spec) if axes else spec for spec, axes in zip(split.results, split.summed, strict=True)
         ]
-        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=split.operands, out_specs=parts, check_vma=False)
+        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=split.operands, out_specs=out_specs, check_vma=False)
         results = mapped(*operands)
-        # The partitioner completes this sum as it does others: with an all-reduce, or a reduce-scatter.
+        # The partitioner completes it as it does any reduction: with an all-reduce, or a reduce-scatter. The largest
+        # elements that FP8 attention returns are maxima.
         return [
             (lax.reduce_max if is_maximum(name, index) else lax.reduce_sum)(result, (0,)) if axes else result
             for index, (result, axes) in enumerate(zip(results, split.summed, strict=True))
         ]
 
-    name = equation.primitive.name
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in equation.invars]
     with axis_names_of(mesh):
         return jax.make_jaxpr(on_all)(*avals)
 
 
-def row_major_jaxpr(shape: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: AnyMesh) -> ClosedJaxpr:
+def row_major_jaxpr(struct: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: AnyMesh) -> ClosedJaxpr:
     """Returns a program that changes nothing, but keeps an array's pieces in memory in the order of its dims."""
 
-    def on_device(pieces: jax.Array) -> jax.Array:
-        return with_layout_constraint(pieces, Layout(tuple(range(pieces.ndim))))
+    def on_device(piece: jax.Array) -> jax.Array:
+        return with_layout_constraint(piece, Layout(tuple(range(piece.ndim))))
 
     with axis_names_of(mesh):
         return jax.make_jaxpr(jax.shard_map(on_device, mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=False))(
-            shape
+            struct
         )
 
 
@@ -98,9 +99,9 @@ def _params_of_pieces(equation: Any, operands: Sequence[jax.Array]) -> dict[str,
     """Returns the parameters that an equation has for the pieces of its operands."""
     params = dict(equation.params)
     if equation.primitive.name == "conv_general_dilated":
-        # A device has whole groups: as much fewer of them as its kernel has fewer results.
+        # A device with 1/n of the kernel's output features has 1/n of the groups, whole ones; a count of 1 means none.
         dim = params["dimension_numbers"].rhs_spec[0]
-        pieces = equation.invars[1].aval.shape[dim] // operands[1].shape[dim]
+        shard_count = equation.invars[1].aval.shape[dim] // operands[1].shape[dim]
         for name in ("feature_group_count", "batch_group_count"):
-            params[name] = max(1, params[name] // pieces)
+            params[name] = max(1, params[name] // shard_count)
     return params

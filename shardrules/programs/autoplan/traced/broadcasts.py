@@ -1,4 +1,4 @@
-"""Arrays that are computed element by element from a smaller array, or added up to one.
+"""Arrays that are computed element by element from a smaller array, or reduced to one.
 
 They share an order of dims in memory: a compiler that changes the smaller array's may change the larger's, and copy it
 back for whatever needs the old order.
@@ -23,10 +23,10 @@ class Broadcasts:
 
     def larger_bytes(self, array: int) -> int:
         """The bytes of the largest array that an array is broadcast to, or that is reduced to it; 0 if none is."""
-        return max(self._computed_bytes.get(array, 0), self._reduced_bytes.get(array, 0))
+        return max(self._broadcast_bytes.get(array, 0), self._reduced_bytes.get(array, 0))
 
     @functools.cached_property
-    def _computed_bytes(self) -> dict[int, int]:
+    def _broadcast_bytes(self) -> dict[int, int]:
         """For each array the bytes of the largest that it is broadcast to."""
         largest: dict[int, int] = {}
         for operation in reversed(self.program.operations):
@@ -36,13 +36,14 @@ class Broadcasts:
                 for operand in operation.operands:
                     if operand is None:
                         continue
+                    # The first larger array on the way: a still larger one after it is copied for its sake.
                     nbytes = self._bytes_if_larger(result, operand) or largest.get(result, 0)
                     largest[operand] = max(largest.get(operand, 0), nbytes)
         return largest
 
     @functools.cached_property
     def _reduced_bytes(self) -> dict[int, int]:
-        """For each array the bytes of the largest that is added up to it."""
+        """For each array the bytes of the largest that is reduced to it."""
         largest: dict[int, int] = {}
         for operation in self.program.operations:
             if not (_is_elementwise(operation) or operation.name.startswith("reduce_")):
@@ -56,13 +57,15 @@ class Broadcasts:
         return largest
 
     def _bytes_if_larger(self, array: int, other: int) -> int:
-        """The bytes of an array with more elements than another, and more than one dim in common; else 0."""
-        shapes = self.program.arrays[array].shape, self.program.arrays[other].shape
-        is_larger = math.prod(shapes[0]) > math.prod(shapes[1]) and min(map(_long_dims, shapes)) > 1
+        """The bytes of an array with more elements than another, if both have at least two long dims; else 0."""
+        shape, other_shape = self.program.arrays[array].shape, self.program.arrays[other].shape
+        # A single long dim has only one order.
+        have_orders = min(_long_dim_count(shape), _long_dim_count(other_shape)) > 1
+        is_larger = have_orders and math.prod(shape) > math.prod(other_shape)
         return self.program.arrays[array].nbytes if is_larger else 0
 
 
-def _long_dims(shape: tuple[int, ...]) -> int:
+def _long_dim_count(shape: tuple[int, ...]) -> int:
     return sum(size > 1 for size in shape)
 
 

@@ -17,29 +17,29 @@ from typing import final
 from shardrules.programs.autoplan.traced.program import Operation, TracedProgram
 
 
-def copied_parts(
+def copy_counts(
     program: TracedProgram, sources: Mapping[int, int], feedback: Mapping[int, int] | None, updates: Collection[str]
 ) -> dict[int, float]:
-    """For each operation that copies its first operand: how often it does in one run.
+    """The number of copies that operations make of their operands, in each run; operations without are left out.
 
     `sources` has for each view the array in whose memory it is, and `feedback` for each result the argument that it
     replaces (`None`: any argument may be overwritten). `updates` are primitives that write over their first operand.
     """
     copies = _Copies(program, sources, feedback)
-    parts: dict[int, float] = {}
+    counts: dict[int, float] = {}
     for op_index, operation in enumerate(program.operations):
+        count = 0.0
         if operation.joins_branches:
-            if count := copies.of_branches(op_index):
-                parts[op_index] = count
-            continue
-        if operation.role == "compute" and operation.name in updates:
-            is_copied = copies.before_update(op_index)
-        else:
-            is_copied = operation.joins_rounds and copies.before_loop(op_index)
-        if is_copied:
-            # A loop copies what it starts with once, not in each round.
-            parts[op_index] = operation.read_counts[0] / operation.run_count if operation.role == "join" else 1.0
-    return parts
+            count = copies.of_branches(op_index)
+        elif operation.joins_rounds:
+            if copies.before_loop(op_index):
+                # A loop copies what it starts with once, not in each round.
+                count = operation.read_counts[0] / operation.run_count
+        elif operation.role == "compute" and operation.name in updates and copies.before_update(op_index):
+            count = 1.0
+        if count:
+            counts[op_index] = count
+    return counts
 
 
 @final
@@ -54,12 +54,14 @@ class _Copies:
             for operand, result in zip(operation.operands, operation.results, strict=False):
                 if operand is not None and result in sources and operation.role != "exit":
                     self.sources[result] = self.source(operand)
-        kept = () if feedback is None else program.arguments
+        arguments = () if feedback is None else program.arguments
         donated = frozenset(() if feedback is None else feedback.values())
-        self.fixed = frozenset((*program.constants, *(array for array in kept if array not in donated)))
+        self.read_only = frozenset((*program.constants, *(array for array in arguments if array not in donated)))
+        """Constants, and arguments that are not donated: nothing may overwrite them."""
+        self.replacing = frozenset(() if feedback is None else feedback)
+        """The results that replace an argument."""
         self.readers: dict[int, list[int]] = {}
         """For each array in memory the operations that read it, or a view of it."""
-        self.replacing = frozenset(() if feedback is None else feedback)
         for array, users in program.users.items():
             self.readers.setdefault(self.source(array), []).extend(op_index for op_index, _ in users)
 
@@ -73,21 +75,22 @@ class _Copies:
             return False
         producer = self.program.producers.get(array)
         region = 0 if producer is None else self.program.operations[producer].region
+        # An array from outside of a loop: the next round needs it as it was.
         if self._run_count(operation.region) > self._run_count(region):
             return True
-        return array in self.fixed or self._is_needed_after(array, op_index)
+        return array in self.read_only or self._is_needed_after(array, op_index)
 
     def before_loop(self, op_index: int) -> bool:
         operation = self.program.operations[op_index]
         array, result = self._first(operation), operation.results[0]
-        last = operation.operands[1]
-        if array is None or last is None or self.source(last) == result:
+        _, end = operation.operands  # what the loop starts with, and what a round ends with
+        if array is None or end is None or self.source(end) == result:
             return False  # it goes round as it is
         readers = [self.program.operations[reader] for reader in self.readers.get(array, ())]
         is_read_inside = any(reader.role == "enter" and reader.region == operation.region for reader in readers)
-        return array in self.fixed or is_read_inside or self._is_needed_after(array, op_index)
+        return array in self.read_only or is_read_inside or self._is_needed_after(array, op_index)
 
-    def of_branches(self, op_index: int) -> float:
+    def of_branches(self, op_index: int) -> int:
         """The number of copies in branches and after them, each counted as if it were taken."""
         program, operation = self.program, self.program.operations[op_index]
         sources = [None if operand is None else self.source(operand) for operand in operation.operands]
@@ -105,13 +108,14 @@ class _Copies:
         return self.program.regions[region].run_count
 
     def _is_needed_after(self, array: int, op_index: int) -> bool:
-        """An operation that depends on this one reads an array, or the function returns it."""
+        """An operation that waits for this one reads an array, or the function returns it."""
         operations = self.program.operations
         later = [reader for reader in self.readers.get(array, ()) if reader > op_index]
         if any(operations[reader].role == "return" for reader in later):
             return True
         if not later:
             return False
+        # A reader that does not wait for this operation can run before it.
         dependent = dict.fromkeys(operations[op_index].results)
         for operation in operations[op_index + 1 : max(later) + 1]:
             if any(operand in dependent for operand in operation.operands):

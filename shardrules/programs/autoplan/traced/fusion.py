@@ -17,7 +17,7 @@ from typing import Self, final
 
 import attrs
 
-from shardrules.programs.autoplan.traced.copies import copied_parts
+from shardrules.programs.autoplan.traced.copies import copy_counts
 from shardrules.programs.autoplan.traced.kernels import (
     IN_PLACE,
     PARTIAL_READS,
@@ -99,7 +99,7 @@ class FusedProgram:
         ending = frozenset(
             joined.root(op_index) for op_index, kernels in enumerate(kernels_of) if kernels == {op_index}
         )
-        copied = copied_parts(program, sources, feedback, IN_PLACE)
+        copied = copy_counts(program, sources, feedback, IN_PLACE)
         columns = {**gradients.inputs, **normalised, **gradients.products}
         widened = _widened(program)
         return cls(program, written, sources, read_counts, ending, widened, copied, shifted, columns, gradients)

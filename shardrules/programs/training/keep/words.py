@@ -26,8 +26,8 @@ _NAMES = {
 }
 """The names of primitives in plain words; others have their own names."""
 
-_FORMS = (*VIEWS, "transpose", "convert_element_type", "split", "slice", "broadcast_in_dim")
-"""Primitives whose results are what they take, in another form: an array is named by what computes it."""
+_FORM_CHANGES = VIEWS | {"transpose", "convert_element_type", "split", "slice", "broadcast_in_dim"}
+"""Primitives that only change the form of an array: it is named by what computes it before."""
 
 
 UnitPart: TypeAlias = tuple[UnitProblem, KeptValues, int]
@@ -35,7 +35,7 @@ UnitPart: TypeAlias = tuple[UnitProblem, KeptValues, int]
 
 
 def keep_words(parts: Sequence[UnitPart]) -> tuple[str | int, ...]:
-    """Says what each unit keeps, what goes to the host and what is computed again, with numbers of bytes apart."""
+    """The words for what each unit keeps, sends to the host and computes again. Numbers of bytes stay integers."""
     words: list[str | int] = []
     for problem, kept, count in parts:
         layers = count * problem.unit.run_count // problem.repeats
@@ -45,15 +45,15 @@ def keep_words(parts: Sequence[UnitPart]) -> tuple[str | int, ...]:
     return tuple(words) or ("keeps everything",)
 
 
-def _kept_words(problem: UnitProblem, kept: KeptValues, part: float) -> Iterator[str | int]:
+def _kept_words(problem: UnitProblem, kept: KeptValues, fraction: float) -> Iterator[str | int]:
     if kept is problem.as_written:
-        yield from ("keeps everything (", round(part * kept.nbytes), ")")
+        yield from ("keeps everything (", round(fraction * kept.nbytes), ")")
         return
     if kept.kept:
-        yield from (f"keeps {_values_text(problem, kept.kept)} (", round(part * kept.nbytes), "), ")
+        yield from (f"keeps {_values_text(problem, kept.kept)} (", round(fraction * kept.nbytes), "), ")
     if kept.offloaded:
         offloaded = _values_text(problem, kept.offloaded)
-        yield from (f"keeps {offloaded} on the host (", round(part * kept.host_bytes), "), ")
+        yield from (f"keeps {offloaded} on the host (", round(fraction * kept.host_bytes), "), ")
     yield f"recomputes {_steps_text(problem, kept.repeated)}"
 
 
@@ -84,7 +84,7 @@ def _values_text(problem: UnitProblem, values: Iterable[int]) -> str:
 
 
 def _steps_text(problem: UnitProblem, steps: Iterable[int]) -> str:
-    """The dear ones of some steps, those that take longest first."""
+    """The costly operations among some steps, the longest first."""
     equations = problem.unit.body.eqns
     dear = [step for step in steps if is_dear_equation(equations[step])]
     dear.sort(key=lambda step: -problem.problem.steps[step].seconds)
@@ -94,7 +94,7 @@ def _steps_text(problem: UnitProblem, steps: Iterable[int]) -> str:
 
 def _origin(equation: Any, producers: dict[Any, Any]) -> Any:
     """The operation that computes what an equation passes on in another form."""
-    while equation.primitive.name in _FORMS and len(equation.invars) == 1:
+    while equation.primitive.name in _FORM_CHANGES and len(equation.invars) == 1:
         (operand,) = equation.invars
         if isinstance(operand, Literal) or operand not in producers:
             break
