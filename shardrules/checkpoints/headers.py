@@ -7,12 +7,10 @@ anything is read, and an index names files in its own folder.
 """
 
 import collections
-import contextlib
-import gc
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any, TypeAlias, final
 
@@ -134,32 +132,19 @@ def read_headers(path: Path, *, whole: bool = True, verify: bool = True) -> Safe
     places: dict[str, tuple[Path, int, TensorSums | None]] = {}
     files, index, problems = _files(path, verify)
     file_of = index.files if index else {}
-    with _uncollected():
-        for file in files:
-            header = _read_header(file, index, whole, verify)
-            problems += header.problems
-            arrays = header.stored
-            if index:  # it says which of several files counts
-                arrays = {name: array for name, array in arrays.items() if file_of.get(name, file) == file}
-            if not stored.keys().isdisjoint(arrays):
-                remedy = "write an index that says which one counts"
-                twice = [name for name in arrays if name in stored]
-                problems += [_problem(file, f"{name!r} is in another file too", remedy) for name in twice]
-            stored |= arrays
-            places |= {name: header.places[name] for name in arrays}
+    for file in files:
+        header = _read_header(file, index, whole, verify)
+        problems += header.problems
+        arrays = header.stored
+        if index:  # it says which of several files counts
+            arrays = {name: array for name, array in arrays.items() if file_of.get(name, file) == file}
+        if not stored.keys().isdisjoint(arrays):
+            remedy = "write an index that says which one counts"
+            twice = [name for name in arrays if name in stored]
+            problems += [_problem(file, f"{name!r} is in another file too", remedy) for name in twice]
+        stored |= arrays
+        places |= {name: header.places[name] for name in arrays}
     return Safetensors(stored, places, [*problems, *_missing(file_of, stored, problems)])
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Headers have up to a million tables and lists: the collector would go through them again and again."""
-    is_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_enabled:
-            gc.enable()
 
 
 def _missing(
@@ -206,7 +191,7 @@ def read_index(path: Path, *, verify: bool = True) -> SafetensorsIndex:
             if size > MOST_TEXT_BYTES:
                 raise _BrokenError(f"it has {bytes_text(size)}, and an index at most {bytes_text(MOST_TEXT_BYTES)}")
             text = file.read().removeprefix(b"\xef\xbb\xbf")  # a mark of its encoding
-        table = _table(text)
+        table = _table(text, _unique_keys)
         weight_map = table.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise _BrokenError("it has no weight_map, or an empty one")
@@ -260,7 +245,7 @@ def _read_header(path: Path, index: SafetensorsIndex | None, whole: bool, verify
             if begin > size or length > MOST_TEXT_BYTES:
                 return Safetensors({}, {}, [_problem(path, *_length_problem(start, length, size))])
             text = file.read(length)
-        table = _table(text)
+        table = _table(text, _entry_or_table)
         entries = {name: _entry(name, entry) for name, entry in table.items() if name != _METADATA}
         _check_names(entries)
     except _BrokenError as error:
@@ -335,11 +320,11 @@ def _sums(metadata: Any, entries: Mapping[str, _Entry], header: bytes) -> dict[s
     return None if sums is None else dict(zip(names, sums, strict=True))
 
 
-def _table(text: bytes) -> dict[str, Any]:
+def _table(text: bytes, pairs_hook: Callable[[list[tuple[str, Any]]], Any]) -> dict[str, Any]:
     """Returns the table that JSON holds; a `_BrokenError` says why it holds none."""
     try:
         # Sizes are checked below.
-        table = read_json(text.decode("utf-8"), object_pairs_hook=_unique_keys, parse_int=int)
+        table = read_json(text.decode("utf-8"), object_pairs_hook=pairs_hook, parse_int=int)
     except UnicodeDecodeError as error:
         raise _BrokenError(f"byte {error.start} of it is not UTF-8 text") from error
     except json.JSONDecodeError as error:
@@ -360,6 +345,18 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def _entry_or_table(pairs: list[tuple[str, Any]]) -> _Entry | dict[str, Any]:
+    """Returns the entry of a tensor if that is all that a table of JSON is, else the table.
+
+    Headers have up to a million entries: as tables with lists, the collector would go through them again and again.
+    """
+    if len(pairs) == 3:
+        (first, dtype), (second, shape), (third, offsets) = pairs
+        if [first, second, third] == [*_KEYS] and _is_entry(dtype, shape, offsets):
+            return dtype, tuple(shape), *offsets
+    return _unique_keys(pairs)
+
+
 def _is_entry(dtype: Any, shape: Any, data_offsets: Any) -> bool:
     if type(shape) is not list or type(data_offsets) is not list or len(shape) > _MOST_DIMS or len(data_offsets) != 2:
         return False
@@ -372,6 +369,8 @@ def _is_entry(dtype: Any, shape: Any, data_offsets: Any) -> bool:
 
 def _entry(name: str, entry: Any) -> _Entry:
     """Returns the dtype, the shape and the offsets of a tensor from its JSON."""
+    if isinstance(entry, tuple):
+        return entry  # pyright: ignore[reportReturnType]  of `_entry_or_table`
     if not isinstance(entry, dict):
         raise _BrokenError(f"{name!r:.80} is {entry!r:.40}, not a table with {', '.join(_KEYS)}")
     if entry.keys() != _KEYS.keys() or not _is_entry(**entry):

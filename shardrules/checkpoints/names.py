@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import attrs
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -141,9 +140,13 @@ def match(
     return matches, mismatch_findings(mismatches, stored, paths)
 
 
-def flat_names(names: Any) -> list[Any]:
-    """Returns the names of a stack, or a single one."""
-    return jax.tree.leaves(names, is_leaf=lambda part: not isinstance(part, list | tuple))
+def flat_names(names: Any) -> Iterator[Any]:
+    """Yields the names of a stack, or a single one."""
+    if isinstance(names, list | tuple):
+        for name in names:
+            yield from flat_names(name)
+    else:
+        yield names
 
 
 def stack_shape(names: Any) -> tuple[int, ...] | None:

@@ -129,22 +129,25 @@ def refuse_cycles(tree: Any) -> None:
         return
     is_object, is_leaf = _of_types(object_types), _holds_no_nodes()
     ended: set[int] = set()  # objects of which all parts were seen
-
-    def visit(node: Any, around: tuple[int, ...]) -> None:
-        around = (*around, id(node))
+    around: dict[int, Any] = {}  # the objects that hold the current one
+    nodes: list[Any] = [node for node in jtu.tree_leaves(tree, is_leaf=is_object) if is_object(node)]
+    while nodes:
+        node = nodes[-1]
+        if id(node) in ended or id(node) in around:
+            nodes.pop()
+            around.pop(id(node), None)
+            ended.add(id(node))
+            continue
+        around[id(node)] = node
         for part in _parts(node, is_object, is_leaf):
             if id(part) in around:
                 raise TreeError(
-                    f"an object of flax nnx ({type(part).__name__}) holds itself, through {type(node).__name__}, and "
-                    "JAX has no trees with cycles. Pass its state: graph, state = nnx.split(model)"
+                    f"an object of flax nnx ({type(part).__name__}) holds itself, through "
+                    f"{type(node).__name__}, and JAX has no trees with cycles. Pass its state: "
+                    "graph, state = nnx.split(model)"
                 )
             if id(part) not in ended:
-                visit(part, around)
-        ended.add(id(node))
-
-    for node in jtu.tree_leaves(tree, is_leaf=is_object):
-        if is_object(node) and id(node) not in ended:
-            visit(node, ())
+                nodes.append(part)
 
 
 def _parts(node: Any, is_object: Callable[[Any], bool], is_leaf: Callable[[Any], bool]) -> list[Any]:

@@ -108,7 +108,7 @@ def _check_entry(
 
 
 def _divides_in_part(entry: Entry, dim_size: int, sizes: Mapping[str, int]) -> bool:
-    """A factor of the first axis of `entry` that does not divide the rest of `dim_size` divides it."""
+    """A factor of the first axis of `entry` that the prefix leaves out divides what remains of `dim_size`."""
     fitting = divisible_prefix(entry, dim_size, sizes)
     if len(fitting) == len(entry):
         return False
@@ -209,19 +209,28 @@ def idle_patterns(calls: Iterable[RuleCall]) -> Iterator[Finding]:
     """Yields the finding of each pattern that won no leaf in any call of its rule, or of an equal rule."""
     every_call = list(_nested_calls(calls))
     types = {type(call.rule) for call in every_call if call.verdict.idle}
-    # A rule may stand in several places, and a pattern that wins in one of them is not idle. Rules are compared, since
-    # rules of users may have no hash.
-    groups: list[list[RuleCall]] = []
+    # A rule may stand in several places, and a pattern that wins in one of them is not idle.
+    equal_calls: dict[int, list[list[RuleCall]]] = {}
     for call in every_call:
         if type(call.rule) in types:
-            group = next((group for group in groups if group[0].rule == call.rule), [])
-            groups += [] if group else [group]
-            group.append(call)
-    for first, *others in groups:
+            groups = equal_calls.setdefault(_rule_hash(call.rule), [])
+            group = next((group for group in groups if group[0].rule is call.rule or group[0].rule == call.rule), None)
+            if group is None:
+                groups.append([call])
+            else:
+                group.append(call)
+    for first, *others in (group for groups in equal_calls.values() for group in groups):
         idle_elsewhere = [{pattern_index for pattern_index, _ in other.verdict.idle} for other in others]
         for pattern_index, finding in first.verdict.idle:
             if all(pattern_index in indices for indices in idle_elsewhere):
                 yield finding
+
+
+def _rule_hash(rule: object) -> int:
+    try:
+        return hash(rule)
+    except TypeError:  # rules of users may have none, and are compared
+        return 0
 
 
 def _nested_calls(calls: Iterable[RuleCall]) -> Iterator[RuleCall]:

@@ -96,14 +96,15 @@ def _rules_in(container: Any, around: tuple[int, ...] = ()) -> Iterator["Shardin
 def inner_values(rule: "ShardingRule", name: str) -> Iterator[Any]:
     """Yields the attribute `name` of the rules inside, and of those further inside where it only joins theirs."""
     seen = {id(rule)}  # a rule may refer to the rule around it
-    parts = list(rule.parts)
-    for part in parts:
+    parts = list(reversed(rule.parts))
+    while parts:
+        part = parts.pop()
         if id(part) in seen:
             continue
         seen.add(id(part))
         is_joined = getattr(type(part), name) is getattr(LeavesShardingRule, name) and name not in vars(part)
         if is_joined and part.parts:
-            parts += part.parts
+            parts += reversed(part.parts)
         else:
             yield getattr(part, name)
 

@@ -50,7 +50,7 @@ class Cache(Generic[_V]):
         with self._lock:
             self._entries.setdefault(key, _Entry(value, next(self._clock)))
             if len(self._entries) > self.size:
-                del self._entries[min(self._entries, key=lambda key: self._entries[key].last_use)]
+                del self._entries[min(self._entries.items(), key=lambda item: item[1].last_use)[0]]
 
 
 def static_key(value: Any) -> Hashable:

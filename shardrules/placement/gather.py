@@ -1,8 +1,8 @@
 """Arrays back to the host, and the pair of trees of functions that checkpoint code of other libraries expects."""
 
-import functools
-from typing import Any
+from typing import Any, final
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,13 +67,21 @@ def _replicated(arrays: list[jax.Array]) -> list[jax.Array]:
     return result
 
 
-def _shard(sharding: NamedSharding, x: Any) -> Any:
-    return filter_shard(jnp.asarray(x) if isinstance(x, int | float | complex) else x, sharding)
+@final
+@attrs.frozen
+class _Shard:
+    sharding: NamedSharding
+
+    def __call__(self, x: Any) -> Any:
+        return filter_shard(jnp.asarray(x) if isinstance(x, int | float | complex) else x, self.sharding)
 
 
-def _gather(x: Any) -> Any:
-    gathered = filter_gather(x)
-    return gathered if isinstance(gathered, jax.Array) else np.asarray(gathered)
+@final
+@attrs.frozen
+class _Gather:
+    def __call__(self, x: Any) -> Any:
+        gathered = filter_gather(x)
+        return gathered if isinstance(gathered, jax.Array) else np.asarray(gathered)
 
 
 def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None) -> tuple[Any, Any]:
@@ -97,5 +105,4 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None)
     if wrong:
         raise ConfigTypeError(f"make_shard_and_gather_fns takes PartitionSpecs, got {', '.join(wrong)}")
     shardings = [spec if isinstance(spec, NamedSharding) else NamedSharding(mesh, spec) for spec in specs]
-    shards = [functools.partial(_shard, sharding) for sharding in shardings]
-    return treedef.unflatten(shards), treedef.unflatten([_gather] * len(shardings))
+    return treedef.unflatten(map(_Shard, shardings)), treedef.unflatten([_Gather()] * len(shardings))

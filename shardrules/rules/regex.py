@@ -245,7 +245,7 @@ class RegexShardingRule(LeavesShardingRule):
             candidates = (
                 open_patterns if self._index is None else open_patterns.intersection(self._index.candidates(path))
             )
-            open_patterns = open_patterns.difference([index for index in candidates if matchers[index](path)])
+            open_patterns.difference_update([index for index in candidates if matchers[index](path)])
         return set(patterns) - open_patterns
 
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.checkpoints.leaves import RequestedLeaf, refuse, requested_leaves
-from shardrules.checkpoints.names import Contents, StoredArray, match, name_function, requested_names
+from shardrules.checkpoints.names import Contents, StoredArray, flat_names, match, name_function, requested_names
 from shardrules.placement.destination import resolve_destination
 
 F32 = np.dtype(np.float32)
@@ -158,6 +158,13 @@ def test_surplus_is_refused_unless_it_is_skipped() -> None:
 def test_tensors_of_a_stack_are_not_surplus_where_one_does_not_fit() -> None:
     _, wrong = matched({"a": array(2, 4)}, stored_f32(x0=[4], x1=[3]), {"a": ["x0", "x1"]})
     assert [finding.code for finding in wrong] == ["shape"]
+
+
+def test_lists_of_names_may_be_of_any_class() -> None:
+    class Layers(list[str]):
+        pass
+
+    assert list(flat_names([Layers(["a", "b"]), ("c",)])) == ["a", "b", "c"]
 
 
 def test_many_missing_tensors_are_listed_quickly() -> None:

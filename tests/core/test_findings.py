@@ -492,6 +492,18 @@ def test_a_safety_net_that_catches_nothing_is_no_finding() -> None:
     assert "shadowed-pattern" in [finding.code for finding in early.findings]
 
 
+def test_rules_whose_equality_is_an_array_may_stand_in_two_places() -> None:
+    class Weights(sr.RegexShardingRule):
+        def __eq__(self, other: object) -> Any:
+            return np.ones(2, bool)
+
+        __hash__ = sr.RegexShardingRule.__hash__
+
+    rule = Weights([("w", P("data")), ("x", P())])
+    plan = sr.CompositeShardingRule(rule, sr.CompositeShardingRule(rule)).plan({"w": f32(8), "b": f32(8)}, MESH)
+    assert "dead-pattern" in [finding.code for finding in plan.findings]
+
+
 def test_a_pattern_whose_leaves_an_earlier_rule_took_is_found() -> None:
     rule = sr.CompositeShardingRule(REGEX([("w", P("data"))]), REGEX([("layers/./w", P()), ("b", P("model"))]))
     findings = [

@@ -156,3 +156,13 @@ def test_what_has_no_blocks_is_refused() -> None:
         sr.DimShardingRule("data", 0).plan(tree, sr.mesh_shape("data:4")).blocks("w")
     with pytest.raises(sr.errors.TreeError, match="did you mean 'w'"):
         sr.ReplicateShardingRule().plan(tree, sr.mesh_shape("data:4")).blocks("w2")
+
+
+def test_blocks_of_huge_meshes_are_found_without_an_array_of_all_devices() -> None:
+    plan = sr.DimShardingRule("model", 0).plan({"w": np.ones((8, 4))}, sr.mesh_shape("data:2,model:4"))
+    block = plan.blocks("w").block((1, 0))
+    assert (block.bounds, block.devices) == (((2, 4), (0, 4)), (1, 5))
+    plan = sr.DimShardingRule("data", 0).plan(
+        {"w": jax.ShapeDtypeStruct((2**40, 2), np.float32)}, sr.mesh_shape(f"data:{2**40},model:2")
+    )
+    assert plan.blocks("w").block((3, 0)).devices == (6, 7)

@@ -4,6 +4,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +28,23 @@ def test_a_full_cache_drops_what_was_not_used_for_longest() -> None:
     values.add(3, [3])
     assert [values.get(index) for index in range(4)] == [[0], None, [2], [3]]
     assert values.get("unknown") is None
+
+
+def test_dropping_a_value_hashes_no_other_keys() -> None:
+    hashed: list[int] = []
+
+    @attrs.frozen(eq=False)
+    class Key:
+        index: int
+
+        def __hash__(self) -> int:
+            hashed.append(self.index)
+            return self.index
+
+    values: Cache[int] = Cache(3)
+    for index in range(8):
+        values.add(Key(index), index)
+    assert len(hashed) <= 2 * 8
 
 
 def test_comparing_keys_may_use_the_cache() -> None:

@@ -43,6 +43,8 @@ def test_the_pair_of_functions_goes_there_and_back() -> None:
         back = gather["w"](placed)
         assert isinstance(back, np.ndarray)
         np.testing.assert_array_equal(back, array)
+    same, _ = eformer.make_shard_and_gather_fns({"w": P("dp", "tp")}, MESH)
+    assert (same["w"], gather["n"]) == (shard["w"], gather["w"])  # static arguments do not compile again
     assert shard["n"](3.0).sharding == NamedSharding(MESH, P())
     assert isinstance(gather["n"](shard["n"](3.0)), np.ndarray)
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.core.boxes import refuse_cycles
 from tests import zoo
 
 RULES = sr.RegexShardingRule(
@@ -376,6 +377,15 @@ class Parent(nnx.Module):
         self.child = nnx.List([Plain()])
         child: Any = self.child[0]
         child.parent = nnx.data(self)
+
+
+def test_long_rings_of_modules_are_refused() -> None:
+    parents = [Parent() for _ in range(3000)]
+    for index, parent in enumerate(parents):
+        child: Any = parent.child[0]
+        child.parent = nnx.data(parents[index - 1])
+    with pytest.raises(sr.errors.TreeError, match="holds itself, through"):
+        refuse_cycles(parents[0])
 
 
 def test_modules_that_hold_themselves_are_refused(mesh: Mesh) -> None:

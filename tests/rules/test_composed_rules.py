@@ -491,6 +491,8 @@ def test_rules_for_many_leaves_read_as_much_as_the_rules_in_their_attributes() -
     assert Around(ROWS, Around(BY_INDEX)).reads_index == "value"
     assert Around(ROWS, "x", (BUDGET, 3)).parts == (ROWS, BUDGET)
     assert Around(ROWS, BUDGET).tree_budgets == (8,)
+    first, second, third = (sr.MemoryConstrainedShardingRule(n, scope="tree", axis_names=("data",)) for n in (1, 2, 3))
+    assert Around(Around(first, Around(second)), third).tree_budgets == (1, 2, 3)
     rule = Around(ROWS)
     assert layer_specs(rule) == [P("data", None)] * 4
     rule.rule = BY_INDEX

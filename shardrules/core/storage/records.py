@@ -129,7 +129,7 @@ def record(kind: Any, value: Any, name: str) -> Any:
         return _class_record(kind, value, name)
     # JSON may write 1 for 1.0. A bool is an int in Python, but not here.
     accepted = int | float if kind is float else kind
-    valid = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
+    valid = isinstance(value, accepted) and (kind not in (int, float) or not isinstance(value, bool))
     return _checked(value, valid, name, kind.__name__)
 
 

@@ -75,8 +75,8 @@ class Blocks:
         # Along axes that split nothing every device has a copy.
         choices = [(axis_indices[axis],) if axis in axis_indices else range(size) for axis, size in self.mesh]
         shape = tuple(size for _, size in self.mesh)
-        devices = np.arange(math.prod(shape)).reshape(shape)[np.ix_(*choices)]
-        return Block(tuple(index), tuple(bounds), tuple(devices.ravel().tolist()))
+        devices = np.ravel_multi_index(np.ix_(*choices), shape).ravel().tolist() if shape else [0]
+        return Block(tuple(index), tuple(bounds), tuple(devices))
 
     def sentences(self) -> Iterator[str]:
         """Yields how each dimension is split, in words."""

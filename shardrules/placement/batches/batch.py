@@ -19,7 +19,6 @@ from shardrules.core.errors import (
     PlanError,
     ShardRulesError,
     TreeError,
-    shortened,
 )
 from shardrules.core.finding import Finding, shape_text
 from shardrules.core.jax_state import under_trace
@@ -248,10 +247,11 @@ def _difference(shapes: list[dict[str, str]]) -> str:
     lines = [
         f"{path or 'the batch'}: "
         + ", ".join(f"process {process} has {part.get(path, 'none')}" for process, part in enumerate(shapes))
-        for path in different
+        for path in different[:_SHOWN]
     ]
+    lines += [f"and {len(different) - _SHOWN} more"] if len(different) > _SHOWN else []
     # Trees may also differ in leaves that are not arrays.
-    lines = shortened(lines or ["leaves that are not arrays"], _SHOWN)
+    lines = lines or ["leaves that are not arrays"]
     head = f"{CALLER}: the parts of the processes differ; drop or pad what is left over at the end:"
     return "\n  ".join([head, *lines])
 

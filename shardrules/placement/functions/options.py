@@ -30,7 +30,7 @@ class Options:
     out_shardings: HowEach = attrs.field(eq=False)
     donate: tuple[int | str, ...] | str = attrs.field(eq=False)
     axis_types: AxisTypes = attrs.field(eq=False)
-    key: Hashable
+    key: Hashable = attrs.field(repr=False)
     """A key of the other fields, some of which have no hash."""
 
     @staticmethod

@@ -281,7 +281,7 @@ def _rounds(start: int, end: int, step: int, direction: str) -> int | None:
     if not range(start, last, sign):
         return 0
     # Steps in the wrong direction never end the loop.
-    return len(range(start, last, step)) if step * sign > 0 else None
+    return -((start - last) // step) if step * sign > 0 else None
 
 
 def printed_trips(loop: Instruction) -> int | None:

@@ -170,6 +170,12 @@ def test_rounds_agree_with_brute_force(
     assert trips == count if count < 100 else trips is None
 
 
+def test_rounds_beyond_64_bits_are_counted() -> None:
+    text = LOOP.replace("STEP", "add(%by, %i)").replace("SIDES", "%i.1, %end.1").replace("DIRECTION", "LT")
+    text = text.replace("START", "0").replace("BY", "1").replace("END", str(2**64 - 1))
+    assert read_program(text).flow.trips["loop"] == 2**64 - 1
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

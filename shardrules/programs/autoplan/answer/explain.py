@@ -168,7 +168,7 @@ def array_uses(problem: Problem, choice: Sequence[int], argument_index: int) -> 
         if (op_index, position) not in problem.operand_homes or operation.role == "return":
             continue
         layout = problem.layout(problem.operand_homes[op_index, position], choice)
-        seconds, sent = problem.operand_move(choice, op_index, position)
+        seconds, sent, move_count = problem.operand_move(choice, op_index, position)
         kinds = tuple(kind for kind, nbytes in zip(COLLECTIVE_KINDS, sent, strict=True) if nbytes)
         # Other roles, such as entering a loop, compute nothing: they count only where the array has to be moved.
         if operation.role != "compute" and not kinds:
@@ -180,7 +180,8 @@ def array_uses(problem: Problem, choice: Sequence[int], argument_index: int) -> 
             price = problem.region_price(op_index, choice)
             name = f"region {price.name} {seconds_text(operation.run_count * price.seconds)}"
             others = _other_alternatives(problem, choice, op_index)
-        uses.append(ArrayUse(name, line, spec, kinds, int(sent.sum()), seconds, others))
+        wire_bytes = int(move_count * sent.sum())
+        uses.append(ArrayUse(name, line, spec, kinds, wire_bytes, move_count * seconds, others))
     # Repeated layers use it alike: each use is listed once.
     return tuple(dict.fromkeys(uses))
 

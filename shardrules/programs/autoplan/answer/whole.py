@@ -20,15 +20,16 @@ def whole_findings(problem: Problem, choice: Sequence[int], seconds: float) -> I
             indices.setdefault(kernel_name(operation), []).append(op_index)
     costs = ComputeCosts(problem.fusion, problem.region_costs.device, {})
     for name, op_indices in sorted(indices.items()):
+        # Equal operations share edges: each counts its own moves.
         moves = [
-            problem.operand_move(choice, op_index, position)
+            (count, *problem.operand_move(choice, op_index, position)[:2])
             for op_index in op_indices
-            for position in range(len(problem.program.operations[op_index].operands))
+            for position, count in enumerate(problem.program.operations[op_index].read_counts)
         ]
         # Of computing as far as it is known: memory, and matmuls.
         whole_seconds = sum(costs.seconds_of_one(op_index) for op_index in op_indices)
-        whole_seconds += sum(move_seconds for move_seconds, _ in moves)
-        sent_bytes, cost = int(sum(sent.sum() for _, sent in moves)), ""
+        whole_seconds += sum(count * move_seconds for count, move_seconds, _ in moves)
+        sent_bytes, cost = int(sum(count * sent.sum() for count, _, sent in moves)), ""
         if whole_seconds > 0.01 * seconds:  # chosen by hand
             sent = f" and sends {bytes_text(sent_bytes)} for it" if sent_bytes else ""
             cost = f", which takes at least {seconds_text(whole_seconds)} of the {seconds_text(seconds)}{sent}"

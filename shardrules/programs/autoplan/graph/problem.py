@@ -202,15 +202,15 @@ class Problem:
             self.program.operations[op_index], self.region_layout(op_index, choice), alternative
         )
 
-    def operand_move(self, choice: Sequence[int], op_index: int, position: int) -> tuple[float, np.ndarray]:
-        """The seconds in one call that bringing an operand to an operation takes, and the bytes, by kind."""
+    def operand_move(self, choice: Sequence[int], op_index: int, position: int) -> tuple[float, np.ndarray, int]:
+        """The seconds of one move of an operand to an operation, the bytes by kind, and the moves in a call: all that
+        share its edge."""
         edge_index = self.edge_indices.get((op_index, position))
         if edge_index is None:
-            return 0.0, np.zeros(len(COLLECTIVE_KINDS))
+            return 0.0, np.zeros(len(COLLECTIVE_KINDS)), 0
         edge = self.edges[edge_index]
         row, column = edge.codes(choice)
-        sent = edge.moves.sent[:, row, column] * edge.nbytes * edge.move_count
-        return float(edge.seconds[row, column]) * edge.move_count, sent
+        return float(edge.seconds[row, column]), edge.moves.sent[:, row, column] * edge.nbytes, edge.move_count
 
     def exchanges(self, choice: Sequence[int]) -> list["ChosenMove"]:
         """The exchanges that regions send by hand. `cost` counts them as their computing."""
