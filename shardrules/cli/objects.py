@@ -73,7 +73,9 @@ class NamedObject:
         try:
             signature = inspect.signature(self.value)
             bound = signature.bind_partial(*(self.args or ()), **self.kwargs)
-        except (TypeError, ValueError) as error:  # some functions of C have no signature
+        except ValueError:  # some functions of C have no signature: they are called with what was written
+            return inspect.signature(lambda *args, **kwargs: None).bind(*(self.args or ()), **self.kwargs), []
+        except TypeError as error:
             raise UsageError(f"cannot call {self.text}: {one_line(error)}") from error
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         unbound = [

@@ -5,6 +5,7 @@ Only shapes are made.
 """
 
 import argparse
+import inspect
 from collections.abc import Callable
 from typing import Any, final
 
@@ -36,7 +37,11 @@ class Step:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the arguments."""
+        """The names of the arguments; their indices where the function has no signature for them."""
+        try:
+            inspect.signature(self.fn).bind(*self.args)
+        except (TypeError, ValueError):
+            return tuple(map(str, range(len(self.args))))
         return tuple(argument_names(self.fn, len(self.args)))
 
     def index_of(self, name: str, option: str) -> int:

@@ -67,3 +67,9 @@ def test_imports_above_the_root_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(f"from {'.' * 40}layers import WIDTH\n")
     with pytest.raises(UsageError, match=r"importing .*model\.py raised ImportError: "):
         load_object(f"{tmp_path}/model.py:make")
+
+
+def test_functions_without_a_signature_are_called() -> None:
+    assert load_object("builtins:max(1, 2)").shapes() == 2
+    with pytest.raises(UsageError, match=r"builtins:max raised TypeError: max expected at least 1 argument"):
+        load_object("builtins:max").shapes()

@@ -59,3 +59,10 @@ def test_arguments_of_a_variadic_step_have_names_with_a_slash() -> None:
     assert step.parameters("args/0/model") == (None, PARAMS)
     with pytest.raises(UsageError, match=r"--params args/3: unknown argument 'args' .*; the arguments are args/0"):
         step.parameters("args/3")
+
+
+@pytest.mark.parametrize("fn", [max, lambda a: a], ids=["no signature", "one argument"])
+def test_arguments_that_a_signature_does_not_name_have_indices(fn: Any) -> None:
+    step = Step("step.py:training", fn, (PARAMS, f32(512, 256)))
+    assert step.names == ("0", "1")
+    assert step.parameters("0/up") == (None, PARAMS["up"])

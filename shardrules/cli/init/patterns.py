@@ -4,7 +4,7 @@ import collections
 import itertools
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 import attrs
@@ -35,7 +35,7 @@ def patterns(paths: Sequence[str], guesses: Sequence[Guess]) -> tuple[tuple[Gues
     for path_index, (guess, ending) in enumerate(zip(guesses, endings, strict=True)):
         groups.setdefault(guess, {}).setdefault(ending, []).append(path_index)
     ordered = sorted(groups, key=lambda guess: guess.is_whole)
-    return tuple((guess, tuple(_joined(groups[guess], paths))) for guess in ordered)
+    return tuple((guess, tuple(_joined(groups[guess], paths, guess.is_whole))) for guess in ordered)
 
 
 def _endings(paths: Sequence[str], guesses: Sequence[Guess]) -> list[str]:
@@ -72,23 +72,50 @@ def _own_endings(
     yield f"^{'/'.join(exact)}"
 
 
-def _joined(group: Mapping[str, Sequence[int]], paths: Sequence[str]) -> Iterator[Pattern]:
-    """Yields the patterns of the endings of one guess, as alternatives as far as a line goes."""
-    by_begin: dict[str, dict[str, Sequence[int]]] = {}
+def _joined(group: Mapping[str, Sequence[int]], paths: Sequence[str], is_whole: bool) -> Iterator[Pattern]:
+    """Yields the patterns of the endings of one guess, with alternatives for endings that differ in one name."""
+    by_begin: dict[str, dict[tuple[str, ...], Sequence[int]]] = {}
     for ending, indices in group.items():
         text = ending.removeprefix("^")
         lengths = [paths[path_index].count("/") - text.count("/") for path_index in indices]
         # A name must match as a whole: `up` is not the end of `backup`.
         begin = "^" if ending.startswith("^") or not any(lengths) else "/" if all(lengths) else "(^|/)"
-        by_begin.setdefault(begin, {})[text] = indices
+        by_begin.setdefault(begin, {})[tuple(text.split("/"))] = indices
     for begin, endings in by_begin.items():
-        packs: list[list[str]] = []
-        for text in endings:
-            # With `path = ` and quotes a line has 100 characters.
-            if packs and sum(len(other) + 1 for other in packs[-1]) + len(text) <= 90:
-                packs[-1].append(text)
-            else:
-                packs.append([text])
-        for pack in packs:
+        # First the name of the layer, then what is around it, then the name of the array.
+        for back in (2, 3, 1):
+            endings = _merged(endings, back)
+        texts = {"/".join(names): indices for names, indices in endings.items()}
+        for pack in _packs(texts) if is_whole else [[text] for text in texts]:
             pattern = f"{begin}({'|'.join(pack)})$" if len(pack) > 1 else f"{begin}{pack[0]}$"
-            yield Pattern(pattern, tuple(sorted(itertools.chain.from_iterable(endings[text] for text in pack))))
+            yield Pattern(pattern, tuple(sorted(itertools.chain.from_iterable(texts[text] for text in pack))))
+
+
+def _merged(endings: Mapping[tuple[str, ...], Sequence[int]], back: int) -> dict[tuple[str, ...], Sequence[int]]:
+    """Joins endings that differ only in their name at `back` from the end, if the result is not too long."""
+    alike: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for parts in endings:
+        key = (*parts[:-back], "", *parts[len(parts) - back + 1 :]) if len(parts) >= back else parts
+        alike.setdefault(key, []).append(parts)
+    merged: dict[tuple[str, ...], Sequence[int]] = {}
+    for group in alike.values():
+        remaining = iter(group)
+        for pack in _packs(parts[-back:][0] for parts in group):
+            members = [next(remaining) for _ in pack]
+            first = members[0]
+            if len(members) > 1:
+                first = (*first[:-back], f"({'|'.join(pack)})", *first[len(first) - back + 1 :])
+            merged[first] = tuple(itertools.chain.from_iterable(endings[member] for member in members))
+    return merged
+
+
+def _packs(texts: Iterable[str]) -> list[list[str]]:
+    """Puts texts into packs that are short enough for one line."""
+    packs: list[list[str]] = []
+    for text in texts:
+        # With `path = ` and quotes a line has 100 characters.
+        if packs and sum(len(other) + 1 for other in packs[-1]) + len(text) <= 90:
+            packs[-1].append(text)
+        else:
+            packs.append([text])
+    return packs
