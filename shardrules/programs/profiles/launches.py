@@ -7,6 +7,7 @@ names that XLA gives kernels and by what libraries have kernels for, and each ev
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -27,10 +28,10 @@ _KINDS = (
 )
 """The kinds of kernels of libraries, by their names; the first that matches counts."""
 
-_GENERATED = re.compile(r"fusion|wrapped_")
-"""A part of the names of kernels that XLA generated itself."""
+_GENERATED = re.compile(r"([a-z_]*fusion|wrapped_[a-z_]+)(_+\d+)*")
+"""The names of kernels that XLA generated from several operations."""
 
-_COUNTER = re.compile(r"([_.]\d+)+$")
+_COUNTER = re.compile(r"(_+\d+)+$")
 """The end of a name that tells it apart from others of its kind."""
 
 _Unit: TypeAlias = tuple[str, str]
@@ -53,8 +54,12 @@ def _with_instructions(device: DeviceTrace, modelled: ModelledProgram) -> Device
             units[unit] = max(units.get(unit, []), launch, key=len)
         names = _unit_names(units, modelled)
         for launch in launches:
-            # Kernels on several streams overlap in another order each time, equal ones in the same.
-            left = {kernel: iter(each) for kernel, each in names[_unit(launch[0])].items()}
+            # Kernels on several streams overlap in another order each time, equal ones in the same. The first launch
+            # may have begun before the trace.
+            left = {
+                kernel: iter(names[_unit(launch[0])].get(kernel, [])[-count if launch is launches[0] else 0 :])
+                for kernel, count in Counter(each.kernel for each in launch).items()
+            }
             activities += [attrs.evolve(each, name=next(left[each.kernel], each.name)) for each in launch]
     in_order = sorted(activities, key=lambda activity: (activity.start_ns, activity.end_ns))
     return attrs.evolve(device, activities=tuple(in_order))
@@ -96,22 +101,29 @@ def _instructions(events: Sequence[Activity], modelled: ModelledProgram) -> list
     named = {part.name for part in parts if part is not None}
     free = [modelled.parts[name] for name in modelled.launches if name not in named]
     rows = [row for row, part in enumerate(parts) if part is None]
-    pairs = _pairs([_kind(events[row].kernel) for row in rows], [part.family or _kind(part.name) for part in free])
+    kinds = [_library_kind(events[row].kernel) or _plain(events[row].kernel) for row in rows]
+    pairs = _pairs(kinds, [part.family or _plain(part.name) for part in free])
     for row, column in pairs.items():
         parts[rows[row]] = free[column]
     for row, event in enumerate(events):
         # A library may add up parts of its result, or convert it.
         before = parts[row - 1] if row else None
-        if parts[row] is None and before is not None and before.family and not _GENERATED.search(event.kernel):
+        if parts[row] is None and before is not None and before.family and not _GENERATED.fullmatch(event.kernel):
             parts[row] = before
     in_trace = [event.name if event.launch is None else f"{event.name}: {event.kernel}" for event in events]
     return [name if part is None else part.name for part, name in zip(parts, in_trace, strict=True)]
 
 
-def _kind(name: str) -> str:
-    """The kind of a library's kernel; of others the name that XLA gives them, without its counter."""
-    library = next((kind for kind, pattern in _KINDS if pattern.search(name)), "")
-    return library or _COUNTER.sub("", name)
+def _library_kind(kernel: str) -> str:
+    """The kind of a library's kernel; empty for others."""
+    if _GENERATED.fullmatch(kernel):
+        return ""
+    return next((kind for kind, pattern in _KINDS if pattern.search(kernel)), "")
+
+
+def _plain(name: str) -> str:
+    """The part of its name that XLA gives both an instruction and its kernels."""
+    return _COUNTER.sub("", re.sub(r"\W", "_", name).removeprefix("wrapped_"))
 
 
 def _pairs(left: Sequence[str], right: Sequence[str]) -> dict[int, int]:

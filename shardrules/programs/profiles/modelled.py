@@ -13,7 +13,7 @@ from shardrules.programs.compiled.flops import find_matmuls
 from shardrules.programs.compiled.flow import CALL_ROLES, LOOP_ROLES
 from shardrules.programs.compiled.kernels import COPY_STARTS, Kernel, control_computations, find_kernels
 from shardrules.programs.compiled.program import CompiledProgram
-from shardrules.programs.compiled.text import LOOP, ArrayType, Computation, Instruction, read_instruction
+from shardrules.programs.compiled.text import LOOP, ArrayType, Computation, Instruction, read_types
 from shardrules.programs.costs.attention import is_attention
 from shardrules.programs.costs.kernels import kernel_seconds
 from shardrules.programs.costs.tasks import collective_seconds, copy_task, host_copy
@@ -74,7 +74,10 @@ class ModelledProgram:
         if part is None or not text:
             return part
         if text not in self._same_types:
-            self._same_types[text] = read_instruction(text, {})[0].types == self.types[name]
+            # Long texts are cut off: the type comes first.
+            definition = text.partition(" = ")[2]
+            type_text = definition.partition(") " if definition.startswith("(") else " ")[0]
+            self._same_types[text] = read_types(type_text) == self.types[name]
         return part if self._same_types[text] else None
 
     def covered(self, names: Iterable[str]) -> float:

@@ -3,6 +3,7 @@
 import bisect
 import functools
 import itertools
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -196,9 +197,14 @@ def _starts(activities: Sequence[Activity], times: Callable[[str], int]) -> list
     several kernels has as many.
     """
     counts = Counter(activity.name for activity in activities)
-    # Most instructions are one kernel.
-    runs = {name: count // max(1, times(name)) for name, count in counts.items()}
-    run_count = Counter(runs.values()).most_common(1)[0][0]
-    first = next(name for name, count in runs.items() if count == run_count)
+    rounds = {name: max(1, times(name)) for name in counts}
+    # Loops may end early, and a trace may cut one off: what runs outside of them counts. Most of that is one kernel.
+    outside = [count for name, count in counts.items() if rounds[name] == 1]
+    if outside:
+        run_count = Counter(outside).most_common(1)[0][0]
+        first = next(name for name, count in counts.items() if count == run_count * rounds[name])
+    else:
+        run_count = math.gcd(*(count // rounds[name] for name, count in counts.items())) or 1
+        first = activities[0].name
     starts = [activity.start_ns for activity in activities if activity.name == first]
-    return starts[:: max(1, len(starts) // max(1, run_count))]
+    return starts[:: max(1, len(starts) // run_count)]

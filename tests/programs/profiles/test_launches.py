@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 import attrs
+import pytest
 
 from shardrules.programs.profiles.launches import with_instructions
 from shardrules.programs.profiles.modelled import KernelFamily, ModelledPart, ModelledProgram
@@ -108,8 +109,40 @@ def test_launches_that_a_trace_has_a_part_of_are_of_the_same_graph() -> None:
         *(graph(kernels, launch=200 * i) for i in (1, 2)),
         graph(kernels[:3], launch=600),
     ]
-    # The first is of a run that is left out.
-    assert instructions(modelled, *launched)[3:] == [*whole, *whole, *whole[:3]]
+    assert instructions(modelled, *launched) == [*whole[1:], *whole, *whole, *whole[:3]]
+    # The first launch ran what the others did last, also of kernels that are all alike.
+    modelled = program(*((f"fusion.{i}", "", 5.0) for i in range(3)))
+    launched = [graph([("fusion", 5.0)] * count, launch=launch) for count, launch in ((2, 1), (3, 60), (2, 120))]
+    names = ["fusion.0", "fusion.1", "fusion.2"]
+    assert instructions(modelled, *launched) == [*names[1:], *names, *names[:2]]
+
+
+def test_a_kernel_of_one_launch_alone_keeps_its_name() -> None:
+    modelled = program(("fusion.1", "", 5.0), ("fusion.2", "", 5.0))
+    launched = [graph([("fusion_1", 5.0), ("fusion_2", 5.0)], launch=1), graph([(NVJET, 5.0)], launch=60)]
+    assert instructions(modelled, *launched) == ["fusion.1", "fusion.2", "command_buffer_1"]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "kernel"),
+    [
+        ("bitcast_dynamic-update-slice_fusion", "bitcast_dynamic_update_slice_fusion"),
+        ("wrapped_dynamic-slice.1", "wrapped_dynamic_slice_1"),
+        ("wrapped_reduce-window", "wrapped_reduce_window"),
+        ("add.3", "wrapped_add_3"),
+    ],
+)
+def test_kernels_have_the_names_that_xla_gives_them(instruction: str, kernel: str) -> None:
+    assert instructions(program((instruction, "", 5.0)), graph([(kernel, 5.0)])) == [instruction]
+
+
+def test_names_that_xla_made_up_are_not_of_a_library() -> None:
+    modelled = program(("loop_convolution_fusion", "", 5.0), ("custom-call.1", "convolution", 50.0))
+    events = graph([("cudnn_implicit_gemm_kernel", 50.0), ("loop_convolution_fusion", 5.0)])
+    assert instructions(modelled, events) == ["custom-call.1", "loop_convolution_fusion"]
+    # A library has an instruction's family, not its name.
+    modelled = program(("convert_gemm_operands", "", 5.0), ("custom-call.1", "matmul", 50.0))
+    assert instructions(modelled, graph([(NVJET, 50.0)])) == ["custom-call.1"]
 
 
 def test_graphs_that_run_at_the_same_time_are_told_apart() -> None:

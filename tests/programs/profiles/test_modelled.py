@@ -102,3 +102,8 @@ def test_an_instruction_of_another_type_is_not_found() -> None:
     assert find("dot.1", "")
     assert not find("dot.1", TEXTS["dot.1"].replace("1024,1024", "512,1024", 1))
     assert not find("dot.9", "")
+    # Of a text that is cut off, the type counts as far as it goes.
+    for name, operation in (("dot.1", " dot("), ("all-gather-start.1", " all-gather-start("), ("while.1", " while(")):
+        end = TEXTS[name].index(operation)
+        assert all(find(name, TEXTS[name][:cut]) for cut in (end, end + 1, end + 4, end + 12))
+        assert not any(find(name, TEXTS[name][:cut]) for cut in (1, len(name), end - 10))

@@ -11,9 +11,9 @@ from shardrules.core.errors import TraceError
 from shardrules.programs.compiled.collectives import find_collectives
 from shardrules.programs.compiled.program import read_program
 from shardrules.programs.profiles.launches import with_instructions
-from shardrules.programs.profiles.modelled import ModelledProgram, model_program
+from shardrules.programs.profiles.modelled import ModelledPart, ModelledProgram, model_program
 from shardrules.programs.profiles.runs import find_programs, find_runs
-from shardrules.programs.profiles.trace import DeviceTrace, ProfiledProgram, ProfileTrace, read_trace
+from shardrules.programs.profiles.trace import Activity, DeviceTrace, ProfiledProgram, ProfileTrace, read_trace
 from tests.programs.profiles.planes import PROGRAM, gpu_trace, tpu_trace
 
 
@@ -54,6 +54,32 @@ def test_runs_on_gpus_begin_with_the_first_instruction(graph: bool) -> None:
     # The library clears its result in a graph, which no instruction asks for.
     names = {"fusion.1", "all-gather-start.1", "dot.1", "dot.2", *(["command_buffer_1: Memset 0"] if graph else [])}
     assert all({activity.name for activity in run.activities} == names for run in device.runs)
+
+
+LOOP = ("loop.1", "loop.2", "loop.3")
+
+
+@pytest.mark.parametrize(
+    ("events", "starts"),
+    [
+        ([*["first", *LOOP * 4, "last"] * 2, "first", *LOOP * 2], [0, 14, 28]),
+        (["first", *LOOP * 3, "last"] * 2, [0, 11]),
+        ([*LOOP * 3, "last", *["first", *LOOP * 4, "last"] * 2], [9, 23, 37]),
+        ([*LOOP * 4, "last"] * 3, [0, 13, 26]),
+        (["loop.1", "loop.1", "loop.2", "loop.2", "loop.3"] * 12, [0, 20, 40]),
+    ],
+    ids=["cut off", "a loop ends early", "begun before the trace", "a loop comes first", "a loop is all"],
+)
+def test_what_runs_outside_of_loops_tells_runs_apart(events: list[str], starts: list[float]) -> None:
+    step = ProfiledProgram("jit_step", "7")
+    parts = {
+        name: ModelledPart(name, "kernel", 1.0, 4 if name in LOOP else 1, "", "fusion")
+        for name in ("first", *LOOP, "last")
+    }
+    kernels = tuple(Activity(name, step, start, start + 1.0, 1.0) for start, name in enumerate(events))
+    profile = ProfileTrace("a trace", (DeviceTrace("/device:GPU:0", kernels),))
+    (device,) = find_runs(profile, {"/device:GPU:0": step}, ModelledProgram("jit_step", parts, {}, tuple(parts)))
+    assert sorted(run.start_ns for run in (*device.runs, *device.left_out)) == starts
 
 
 def test_a_trace_of_another_program_lists_its_programs() -> None:
