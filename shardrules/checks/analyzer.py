@@ -101,13 +101,14 @@ class ShardingAnalyzer:
             "device_count": report.device_count,
         }
 
-    def analyze(self, tree: Any, specs: Any) -> ShardingReport:
+    def analyze(self, tree: Any, specs: Any, *, largest: int = 10) -> ShardingReport:
         """Returns what the specs add up to.
 
         **Arguments:**
 
         - `tree`: any pytree of arrays or shapes.
         - `specs`: a tree of the same structure with a PartitionSpec for each array.
+        - `largest`: how many of the replicated arrays to list.
 
         **Returns:**
 
@@ -119,7 +120,7 @@ class ShardingAnalyzer:
         ```
         """
         mesh = self._mesh_for(tree)
-        return sharding_report(place_leaves(tree, specs, mesh), mesh)
+        return sharding_report(place_leaves(tree, specs, mesh), mesh, largest)
 
 
 def _issues(leaf: Leaf, spec: object) -> Iterator[str]:

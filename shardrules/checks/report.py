@@ -13,9 +13,6 @@ from shardrules.core.finding import shape_text, template
 from shardrules.core.spec import axis_names, part_count
 from shardrules.core.text import bytes_text
 
-_MOST_REPLICATED = 10
-"""The replicated arrays that a report lists. Chosen by hand."""
-
 
 @final
 @attrs.frozen
@@ -109,8 +106,8 @@ class ShardingReport:
         return "\n".join(lines)
 
 
-def sharding_report(leaves: Sequence[PlacedLeaf], mesh: AnyMesh | None) -> ShardingReport:
-    """Adds up leaves. No mesh counts as one device."""
+def sharding_report(leaves: Sequence[PlacedLeaf], mesh: AnyMesh | None, largest: int) -> ShardingReport:
+    """Adds up leaves, and lists the `largest` replicated ones. No mesh counts as one device."""
     sizes = mesh_sizes(mesh)
     device_count = math.prod(sizes.values())
     split = [leaf for leaf in leaves if axis_names(leaf.spec)]
@@ -129,7 +126,7 @@ def sharding_report(leaves: Sequence[PlacedLeaf], mesh: AnyMesh | None) -> Shard
         device_bytes=sum(leaf.device_bytes for leaf in leaves),
         stored_bytes=stored_bytes,
         axes=tuple(_axis_use(name, size, split) for name, size in sizes.items()),
-        replicated=_largest_replicated([leaf for leaf in leaves if not axis_names(leaf.spec)]),
+        replicated=_largest_replicated([leaf for leaf in leaves if not axis_names(leaf.spec)], largest),
     )
 
 
@@ -138,7 +135,7 @@ def _axis_use(axis: str, size: int, split: Sequence[PlacedLeaf]) -> AxisUse:
     return AxisUse(axis, size, len(users), sum(leaf.nbytes for leaf in users))
 
 
-def _largest_replicated(replicated: Sequence[PlacedLeaf]) -> tuple[ReplicatedLeaf, ...]:
+def _largest_replicated(replicated: Sequence[PlacedLeaf], largest: int) -> tuple[ReplicatedLeaf, ...]:
     groups: dict[tuple[str, tuple[int, ...]], list[PlacedLeaf]] = {}
     for leaf in replicated:
         groups.setdefault((template(leaf.leaf.path), leaf.leaf.shape), []).append(leaf)
@@ -148,4 +145,4 @@ def _largest_replicated(replicated: Sequence[PlacedLeaf]) -> tuple[ReplicatedLea
         )
         for (path, shape), group in groups.items()
     ]
-    return tuple(sorted(merged, key=lambda leaf: (-leaf.device_bytes, leaf.path))[:_MOST_REPLICATED])
+    return tuple(sorted(merged, key=lambda leaf: (-leaf.device_bytes, leaf.path))[:largest])

@@ -83,6 +83,7 @@ def create_mesh(
     assert sr.create_mesh(sr.mesh_shape("data:2,model:4")) is mesh
     ```
     """
+    fast_axes = (fast_axes,) if isinstance(fast_axes, str) else tuple(fast_axes)
     if isinstance(axis_dims, AbstractMesh):
         axis_types = axis_dims.axis_types if axis_types is None else axis_types
         axis_dims = mesh_text(axis_dims)
@@ -129,7 +130,7 @@ def create_mesh(
     in_place = np.empty(sizes, dtype=object)
     for position, device_id in np.ndenumerate(layout.ids):
         in_place[position] = by_id[int(device_id)]
-    for text in _slow_axes(names, sizes, layout, infos, (fast_axes,) if isinstance(fast_axes, str) else fast_axes):
+    for text in _slow_axes(names, sizes, layout, infos, fast_axes):
         warnings.warn(text, MeshWarning, stacklevel=_caller_level())
     return Mesh(in_place, names, axis_types=types)
 

@@ -1,5 +1,6 @@
 """Coming from big_vision: its sharding strategies and the tree helpers around them, on the engine of shardrules."""
 
+import ast
 import re
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from shardrules.rules.fsdp import FSDPShardingRule
 from shardrules.rules.logical import LogicalShardingRule
 from shardrules.rules.pattern import check_beginning
 from shardrules.rules.regex import RegexShardingRule
-from shardrules.rules.text import DEFAULT_OPS, Ops, parse_op, parse_rule, register_op
+from shardrules.rules.text import DEFAULT_OPS, Ops, parse_call, parse_expression, parse_rule, register_op
 
 __all__ = [
     "BIG_VISION_OPS",
@@ -175,9 +176,13 @@ def parse_name(string_to_parse: str) -> tuple[str, list[Any], dict[str, Any]]:
     assert big_vision.parse_name("resnet50(9, width=4)") == ("resnet50", [9], {"width": 4})
     ```
     """
-    # The name of an op has no dots, so the arguments are read under a placeholder.
-    dotted = re.match(r"\s*([^\W\d]\w*(?:\.[^\W\d]\w*)+)", string_to_parse)
-    if dotted is None:
-        return parse_op(string_to_parse)
-    _, args, kwargs = parse_op(f"name{string_to_parse[dotted.end() :]}")
-    return dotted[1], args, kwargs
+    node = parse_expression(string_to_parse)
+    name, parts = node.func if isinstance(node, ast.Call) else node, []
+    while isinstance(name, ast.Attribute):
+        parts.append(name.attr)
+        name = name.value
+    # The name of an op has no dots, so the parts become one name.
+    if parts and isinstance(name, ast.Name):
+        dotted = ast.Name(".".join([name.id, *reversed(parts)]))
+        node = ast.Call(dotted, node.args, node.keywords) if isinstance(node, ast.Call) else dotted
+    return parse_call(node, string_to_parse)

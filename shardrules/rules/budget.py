@@ -48,8 +48,8 @@ _LIMIT = 1 << 62
 class Option:
     """One way to split a leaf: the bytes that each device holds, and those that it receives to see the array whole."""
 
-    held_bytes: int
-    cost_bytes: int
+    held_bytes: int = attrs.field(validator=attrs.validators.ge(0))
+    cost_bytes: int = attrs.field(validator=attrs.validators.ge(0))
 
 
 @final
@@ -57,8 +57,8 @@ class Option:
 class LeafGroup:
     """`count` leaves that have the same options."""
 
-    count: int
-    options: tuple[Option, ...]
+    count: int = attrs.field(validator=attrs.validators.ge(0))
+    options: tuple[Option, ...] = attrs.field(converter=tuple, validator=attrs.validators.min_len(1))
 
 
 def smallest_budget(groups: Sequence[LeafGroup]) -> int:

@@ -122,15 +122,18 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
             count * (leaf.nbytes if leaf.spec is None else leaf.shard_bytes(leaf.spec))
             for leaf, count in leaves.settled
         )
-        # Finding the choices of a leaf is slow, and a model has few different leaves: equal ones are one group.
-        groups: dict[object, list[int]] = {}
+        # Finding the choices of a leaf is slow, and a model has few different leaves. Leaves with equal choices are one
+        # group, whatever their dtypes: which of them are split depends on the groups.
+        cache: dict[object, tuple[_Choice, ...]] = {}
+        groups: dict[tuple[_Choice, ...], list[int]] = {}
         for leaf_index, leaf in enumerate(leaves.items):
-            groups.setdefault((leaf.shape, leaf.dtype, leaf.entries, leaf.outer_axes), []).append(leaf_index)
-        firsts = [leaves.items[leaf_indices[0]] for leaf_indices in groups.values()]
-        choices = [list(_choices(leaf, self._free_axes(leaf))) for leaf in firsts]
+            key = (leaf.shape, leaf.dtype, leaf.entries, leaf.outer_axes)
+            if key not in cache:
+                cache[key] = tuple(_choices(leaf, self._free_axes(leaf)))
+            groups.setdefault(cache[key], []).append(leaf_index)
         problem = [
-            LeafGroup(len(leaf_indices), tuple(choice.option for choice in group_choices))
-            for group_choices, leaf_indices in zip(choices, groups.values(), strict=True)
+            LeafGroup(len(leaf_indices), tuple(choice.option for choice in choices))
+            for choices, leaf_indices in groups.items()
         ]
         limit = self.max_memory_per_device
         counts = choose(problem, limit - settled_bytes)
@@ -143,8 +146,8 @@ class MemoryConstrainedShardingRule(LeavesShardingRule):
                 "axes."
             )
         decisions: list[Decision] = [leaf.skip("") for leaf in leaves.items]
-        for leaf_indices, group_choices, option_counts in zip(groups.values(), choices, counts, strict=True):
-            order = [choice for choice, count in zip(group_choices, option_counts, strict=True) for _ in range(count)]
+        for (choices, leaf_indices), option_counts in zip(groups.items(), counts, strict=True):
+            order = [choice for choice, count in zip(choices, option_counts, strict=True) for _ in range(count)]
             for leaf_index, choice in zip(leaf_indices, order, strict=True):
                 decisions[leaf_index] = Decision(make_spec(choice.entries), f"{choice.reason} {bytes_text(limit)}")
         return tuple(decisions)

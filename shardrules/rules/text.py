@@ -120,7 +120,7 @@ def parse_rule(text: str, ops: Ops = DEFAULT_OPS) -> ShardingRule:
     ```
     """
     # Parentheses are gone in the syntax tree, so `a|(b|c)` is the same chain as `a|b|c`.
-    pending, rules = [_parse_expression(text)], []
+    pending, rules = [parse_expression(text)], []
     while pending:
         node = pending.pop()
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
@@ -135,7 +135,8 @@ _UNCLOSED = re.compile("never closed|unterminated|unmatched|does not match")
 _EXPECTED_FORM = "write op|op(args), for instance \"shard_dim('model', -1)|fsdp(axis='data')\""
 
 
-def _parse_call(node: ast.expr, text: str) -> tuple[str, list[Any], dict[str, Any]]:
+def parse_call(node: ast.expr, text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Returns the name, the positional and the named arguments of `name` or `name(literals)`."""
     if isinstance(node, ast.Name):
         return node.id, [], {}
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
@@ -160,10 +161,10 @@ def _parse_call(node: ast.expr, text: str) -> tuple[str, list[Any], dict[str, An
 
 def parse_op(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     """Returns the name, the positional and the named arguments of one op, such as `"adamw(b1=0.9)"`."""
-    return _parse_call(_parse_expression(text), text)
+    return parse_call(parse_expression(text), text)
 
 
-def _parse_expression(text: str) -> ast.expr:
+def parse_expression(text: str) -> ast.expr:
     if not isinstance(text, str):
         raise ConfigError(f"a rule text must be a string, got {text!r:.60}; {_EXPECTED_FORM}")
     try:
@@ -183,7 +184,7 @@ def _parse_expression(text: str) -> ast.expr:
 
 
 def _make_rule(node: ast.expr, text: str, ops: Ops) -> ShardingRule:
-    name, args, named = _parse_call(node, text)
+    name, args, named = parse_call(node, text)
     if name not in ops:
         raise UnknownOpError(
             f"rule text {text!r:.200}: unknown op {name!r}{suggest(name, ops)} (no 'shardings.{name}' among the "

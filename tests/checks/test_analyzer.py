@@ -205,6 +205,8 @@ def test_a_report_lists_the_largest_replicated_arrays() -> None:
     assert [leaf.path for leaf in ANALYZER.analyze(many, jax.tree.map(lambda _: P(), many)).replicated] == [
         f"w{index}" for index in range(11, 1, -1)
     ]
+    assert ANALYZER.analyze(*tree_and_specs(), largest=1).replicated == report.replicated[:1]
+    assert ANALYZER.analyze(*tree_and_specs(), largest=0).replicated == ()
 
 
 PAGE = """\

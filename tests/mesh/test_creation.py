@@ -183,6 +183,11 @@ def test_fast_axes_names_the_axes_that_warn() -> None:
     with pytest.warns(sr.errors.MeshWarning, match="'experts'"):
         sr.create_mesh("experts:16", devices=pod(2), fast_axes="experts")
     sr.create_mesh("exp:16", devices=pod(2), fast_axes="experts")
+    axes: Any = iter(["experts"])
+    with pytest.warns(sr.errors.MeshWarning, match="'experts'"):
+        sr.create_mesh("other:4,experts:4", devices=pod(4), dcn_mesh_dims=(2, 2), fast_axes=axes)
+    with pytest.raises(TypeError, match="not iterable"):
+        sr.create_mesh("data:8", fast_axes=None)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_fast_axis_of_placed_devices_warns() -> None:

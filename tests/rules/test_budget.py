@@ -184,6 +184,17 @@ def test_sums_beyond_int64_raise() -> None:
         choose([LeafGroup(4, split(1 << 60))], 1 << 62)
 
 
+def test_invalid_values_raise() -> None:
+    with pytest.raises(ValueError, match="held_bytes"):
+        Option(-1, 0)
+    with pytest.raises(ValueError, match="cost_bytes"):
+        Option(0, -1)
+    with pytest.raises(ValueError, match="count"):
+        LeafGroup(-1, (Option(0, 0),))
+    with pytest.raises(ValueError, match="options"):
+        LeafGroup(1, ())
+
+
 def large(leaves: int, kinds: int, seed: int, structured: bool) -> list[LeafGroup]:
     """A tree of `leaves` leaves in `kinds` groups; sizes span five orders of magnitude."""
     rng = np.random.default_rng(seed)

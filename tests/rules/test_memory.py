@@ -259,6 +259,12 @@ def test_some_of_several_equal_leaves_are_split() -> None:
 # ---- with other rules ----
 
 
+def test_leaves_with_equal_choices_are_one_group() -> None:
+    tree = {"a": f32(64, 32), "b": jax.ShapeDtypeStruct((64, 32), jnp.int32), "c": f32(64, 32)}
+    plan = Memory(20000, scope="tree").plan(tree, sr.mesh_shape("data:4")).check()
+    assert plan.specs == {"a": P(), "b": P(), "c": P("data", None)}
+
+
 def test_settled_leaves_count_in_nested_composites() -> None:
     tree = {"a": f32(64, 64), "b": [f32(64, 64) for _ in range(3)], "c": f32(64, 64)}
     whole = 64 * 64 * 4

@@ -8,10 +8,11 @@ It is a plain value. Registering another logical axis gives a *new* value with a
 for the old value is reused for the new one.
 """
 
+import inspect
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import EllipsisType
-from typing import Any, Final, TypeAlias, cast, final
+from typing import Any, ClassVar, Final, Never, TypeAlias, cast, final
 
 import attrs
 from jax.sharding import PartitionSpec
@@ -115,6 +116,20 @@ _NAMES: Final = (
     *(f"{prefix}_{field}" for prefix in ("generation", "decode") for field in _GENERATION_FIELDS),
 )
 """Names that have a meaning without being registered: logical axes, and fields by their own names."""
+
+
+def _signature(init: Callable[..., None]) -> inspect.Signature:
+    """The arguments for `help` and editors: those that were not passed show the default that they get."""
+    _, *fields, registered, _ = inspect.signature(init).parameters.values()
+    defaults = {
+        f"{prefix}_{field}": ... if _SOURCES[field][1] else None
+        for prefix in ("generation", "decode")
+        for field in _GENERATION_FIELDS
+    }
+    parameters = [
+        field.replace(default=defaults.get(field.name, field.default), annotation="FieldAxis") for field in fields
+    ]
+    return inspect.Signature([*parameters, registered])
 
 
 def _is_logical_name(name: str) -> bool:
@@ -324,10 +339,15 @@ class PartitionAxis(AxisMeanings):
         decode_attention_dim_axis: FieldAxis = _UNSET,
         decode_attention_kv_dim_axis: FieldAxis = _UNSET,
         registered: Sequence[RegisteredAxis] = (),
+        **unknown: Never,
     ) -> None:
-        axes = {name: value for name, value in locals().items() if name not in ("self", "registered")}
+        axes = {name: value for name, value in locals().items() if name not in ("self", "registered", "unknown")}
+        for name in unknown:
+            raise TypeError(f"PartitionAxis() got an unexpected keyword argument {name!r}{suggest(name, axes)}")
         # attrs writes this method when a class has an `__init__` of its own.
         self.__attrs_init__(**_resolve_fields(axes), registered=_as_registered(registered))  # pyright: ignore[reportAttributeAccessIssue]
+
+    __signature__: ClassVar[inspect.Signature] = _signature(__init__)
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self._shortest_arguments().items())

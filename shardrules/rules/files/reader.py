@@ -322,7 +322,7 @@ class _Reader:
             return self._rule_without_type(value)
         name = value["type"]
         if not isinstance(name, str) or name not in TYPES:
-            near = suggest(name, TYPES) if isinstance(name, str) else ""
+            near = suggest({"dim": "shard_dim"}.get(name, name), TYPES) if isinstance(name, str) else ""
             raise self._note(f"unknown rule {name!r}{near}; the rules are {', '.join(TYPES)}", "type")
         return self._typed_rule(name, value)
 

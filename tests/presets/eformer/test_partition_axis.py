@@ -584,11 +584,21 @@ def test_lists_of_axes_are_normalised() -> None:
     assert as_dims(["a", None]) == ("a", None)
 
 
+def test_an_unknown_argument_suggests_a_known_one() -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'batch_axes' \(did you mean 'batch_axis'\?\)"):
+        PartitionAxis(batch_axes="x")  # pyright: ignore[reportArgumentType]
+
+
 def test_the_signature_lists_all_arguments_with_their_defaults() -> None:
     parameters = inspect.signature(PartitionAxis).parameters
     assert set(parameters) == {*DIMS, *DERIVED, *NONE, *(f"decode_{name}" for name in GENERATION), "registered"}
     assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
     assert parameters["tensor_parallel_axis"].default == "tp"
     assert parameters["head_axis"].default is ...
+    assert parameters["generation_head_axis"].default is parameters["decode_batch_axis"].default is ...
+    assert (
+        parameters["decode_query_sequence_axis"].default is parameters["generation_attention_dim_axis"].default is None
+    )
+    assert str(parameters["decode_head_axis"]) == "decode_head_axis: 'FieldAxis' = Ellipsis"
     assert PartitionAxis(**{name: parameter.default for name, parameter in parameters.items()}) == PartitionAxis()
     assert "generation_kv_head_axis" in pydoc.render_doc(PartitionAxis).partition("Says which")[0]

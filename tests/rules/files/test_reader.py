@@ -205,6 +205,7 @@ WRONG = [
     ("rules = []", "rules: must be a list of at least one rule; got []"),
     ('mash = "data:4"', "mash: unknown key (did you mean 'mesh'?); a file of rules has mesh, optimizer, limits, rule"),
     ('mesh = "data4"\nrule = "auto"', "mesh: mesh shape 'data4': 'data4' is not name:size"),
+    ('[[rules]]\ntype = "dim"', "rules[0].type: unknown rule 'dim' (did you mean 'shard_dim'?); the rules are auto"),
     (
         '[[rules]]\n\ntype = "fdsp"',
         "rules[0].type: unknown rule 'fdsp' (did you mean 'fsdp'?); the rules are auto, cha",
