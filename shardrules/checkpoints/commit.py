@@ -194,16 +194,7 @@ class Saving:
             if plan.folder is not None:
                 replace_folder(names[0], plan.folder)
                 return
-            try:
-                for file, name in pairs[:-1]:
-                    name.replace(file.path)
-                _sync_folder(paths[0].parent)
-                names[-1].replace(paths[-1])
-            except BaseException:
-                if names[-1].exists():
-                    remove(paths[:-1])
-                raise
-            _sync_folder(paths[0].parent)
+            _rename_files(names, paths)
             plan.clear()
 
         try:
@@ -219,6 +210,20 @@ class Saving:
                 remove_leftovers(paths[0].parent, short_names)
                 _remove_folders(folders)
             raise
+
+
+def _rename_files(names: Sequence[Path], paths: Sequence[Path]) -> None:
+    """Gives files their names. The last says which of them count, so the others are on the disk before it."""
+    try:
+        for name, path in zip(names[:-1], paths[:-1], strict=True):
+            name.replace(path)
+        _sync_folder(paths[0].parent)
+        names[-1].replace(paths[-1])
+    except BaseException:
+        if names[-1].exists():
+            remove(paths[:-1])
+        raise
+    _sync_folder(paths[0].parent)
 
 
 def temporary_name(path: Path, token: str) -> Path:
