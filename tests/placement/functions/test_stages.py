@@ -58,3 +58,9 @@ def test_arguments_that_are_compiled_in_cannot_change() -> None:
         compiled(MODEL, X, 3.0)
     with pytest.raises(sr.errors.TreeError, match="differ in structure"):
         compiled([MODEL], X, 2.0)
+
+
+def test_misplaced_arguments_of_what_is_compiled_are_named() -> None:
+    compiled = sr.filter_jit(forward, mesh=MESH, in_shardings=(None, P("data"))).lower(MODEL, X).compile()
+    with pytest.raises(sr.errors.PlanError, match=r"argument 1 \(8, 8\): is P\(\) on data:8, not P\('data'\)"):
+        compiled(MODEL, sr.filter_shard(X, P(), MESH))
