@@ -83,10 +83,9 @@ def test_every_dtype_is_read_as_it_is(tmp_path: Path, mesh: jax.sharding.Mesh, h
         assert loaded[name].sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, how or P()), 2)
 
 
-@pytest.mark.parametrize("name", "BOOL U8 U16 U32 U64 I8 I16 I32 I64 F16 F32 F64 C64".split())
-def test_dtypes_have_the_names_that_safetensors_writes(name: str) -> None:
-    data = safetensors.numpy.save({"x": np.zeros(2, DTYPES[name])})
-    assert f'"dtype":"{name}"'.encode() in data
+def test_dtypes_have_the_names_that_safetensors_writes() -> None:
+    for name in ("BOOL", *["U8", "U16", "U32", "U64", "I8", "I16", "I32", "I64", "F16", "F32", "F64", "C64"]):
+        assert f'"dtype":"{name}"'.encode() in safetensors.numpy.save({"x": np.zeros(2, DTYPES[name])})
 
 
 def test_names_are_a_table_or_a_function(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:

@@ -44,7 +44,9 @@ def test_shapes_are_enough_to_lower() -> None:
 def test_stages_show_what_those_of_jax_show() -> None:
     lowered = sr.filter_jit(forward, mesh=MESH, in_shardings=(P(), P("data"))).lower(MODEL, X)
     assert "forward" in lowered.as_text()
-    assert lowered.lowered.cost_analysis()
+    assert lowered.as_text("hlo") != lowered.as_text()
+    assert lowered.compiler_ir() is not None
+    assert lowered.cost_analysis() == lowered.lowered.cost_analysis()
     compiled = lowered.compile({"xla_cpu_enable_fast_math": False})
     assert "ENTRY" in str(compiled.as_text())
     assert compiled.memory_analysis().argument_size_in_bytes == 4 * (8 * 16 * 2 + 16 + 8 + 8)
