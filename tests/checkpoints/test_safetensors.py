@@ -83,6 +83,18 @@ def test_every_dtype_is_read_as_it_is(tmp_path: Path, mesh: jax.sharding.Mesh, h
         assert loaded[name].sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, how or P()), 2)
 
 
+def test_dtypes_have_the_names_that_safetensors_writes() -> None:
+    for name in ("BOOL", *["U8", "U16", "U32", "U64", "I8", "I16", "I32", "I64", "F16", "F32", "F64", "C64"]):
+        assert f'"dtype":"{name}"'.encode() in safetensors.numpy.save({"x": np.zeros(2, DTYPES[name])})
+
+
+def test_names_are_a_table_or_a_function(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
+    path = write(tmp_path / "x.safetensors", {"w": ("F32", np.ones(8, np.float32))})
+    names: Any = ["w"]
+    with pytest.raises(sr.errors.ConfigTypeError, match=r"names must be a table or a function from paths .*\['w'\]"):
+        load_safetensors(path, {"w": np.ones(8, np.float32)}, P(), mesh, names=names)
+
+
 def test_64_bit_values_are_refused_while_x64_is_off(tmp_path: Path, mesh: jax.sharding.Mesh) -> None:
     safetensors.numpy.save_file({"i": np.full(8, 2**40 + 5), "n": np.arange(8)}, tmp_path / "x.safetensors")
     for cast in (False, True):

@@ -114,6 +114,13 @@ def test_usage_is_in_bytes() -> None:
     }
 
 
+def test_the_largest_of_uneven_shards_counts_and_nothing_takes_nothing() -> None:
+    assert ANALYZER.estimate_memory_usage(f32(10), P("tp"))["size_per_device"] == 3 * 4
+    assert ANALYZER.estimate_memory_usage(f32(3), P("tp"))["size_per_device"] == 4
+    names = ("total_size", "size_per_device", "sharded_size", "replicated_size")
+    assert ANALYZER.estimate_memory_usage({}, {}) == dict.fromkeys(names, 0) | {"device_count": 8}
+
+
 def test_an_optimizer_state_counts_like_any_tree() -> None:
     params = {"w": f32(8, 16), "b": f32(16)}
     plan = sr.FSDPShardingRule("tp", min_size_mb=0).plan(params, MESH)

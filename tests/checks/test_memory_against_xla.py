@@ -126,6 +126,14 @@ def test_an_estimate_is_what_xla_allocates(seed: int) -> None:
         assert plan.memory().total_bytes == packed["total_size"]
 
 
+def test_arrays_of_devices_hosts_and_keys_count_alike() -> None:
+    mesh = make_mesh(MESHES[1])
+    params = {"w": jnp.ones((8, 16), jnp.bfloat16), "b": np.ones(16, np.float32), "key": jax.random.key(0)}
+    specs = {"w": P("data", "model"), "b": P(), "key": P()}
+    usage = sr.ShardingAnalyzer(mesh).estimate_memory_usage(params, specs)
+    assert usage["size_per_device"] == compiled_bytes(mesh, params, specs) == 8 * 16 * 2 // 8 + 64 + 8
+
+
 @pytest.mark.parametrize("dtype", ["int2", "uint2", "int4", "uint4", "float4_e2m1fn"])
 def test_elements_below_a_byte_take_on_cpus_what_arrays_take(dtype: str) -> None:
     mesh, x = make_mesh(MESHES[0]), np.zeros((64, 3), jnp.dtype(dtype))

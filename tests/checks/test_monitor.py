@@ -19,6 +19,7 @@ TREE = {"a": np.ones((8, 16), np.float32)}
 
 def test_result_and_metrics() -> None:
     step = eformer.create_monitored_function(lambda tree, scale: tree["a"] * scale, {"a": P("dp", "tp")}, ANALYZER)
+    assert eformer.create_monitored_function(time.monotonic, P(), ANALYZER).__name__ == "monotonic"
     result, metrics = step(TREE, scale=3)
     np.testing.assert_array_equal(result, 3 * TREE["a"])
     assert list(metrics) == ["execution_time", "memory_usage", "validation_issues"]

@@ -25,6 +25,8 @@ def step(): return (lambda p, x: p["w"] @ x), make(), jnp.ones((8, 8))
 def bad_step(): return (lambda w: w @ jnp.ones(9)), jnp.ones((8, 8))
 def leaving_step(): return (lambda w: sys.exit(0)), jnp.ones((8, 8))
 def alone(): return (lambda p: p),
+def forgets(): pass
+def listed(): return [make(), jnp.ones((8, 8))]
 def endless(): return endless()
 class Empty: pass
 @attrs.frozen
@@ -52,6 +54,7 @@ FILES: dict[str, str | bytes] = {
     "newer.json": '{"shardrules": 9}',
     "config.json": '{"model_type": "llama"}',
     "audit.json": '{"shardrules_audit": 1}',
+    "changed.json": PLAN.replace('"w"', '"v"'),
     "answer.json": '{"shardrules_check": 1}',
     "deep.json": "[" * 10_000,
     "merge.json": f"<<<<<<< HEAD\n{PLAN}",
@@ -100,6 +103,9 @@ WRONG = [
     ("plan m.py:make m.py AUTO", "unrecognized arguments: m.py"),
     ("explain p.json", "the following arguments are required: PATH"),
     ("check p.json --format yaml", "invalid choice: 'yaml'"),
+    ("check p.json --level ERROR", "invalid choice: 'ERROR'"),
+    ("completion cmd", "invalid choice: 'cmd'"),
+    ("completion bash zsh", "unrecognized arguments: zsh"),
     ("diff p.json", "the following arguments are required: NEW"),
     ("--rules auto plan", "--rules must follow a command: shardrules COMMAND --rules"),
     ("plan", "the following arguments are required: MODEL; see shardrules plan --help"),
@@ -126,6 +132,9 @@ WRONG = [
     ("plan 'm.py:make(' AUTO", "m.py:make( has parentheses that do not match"),
     ("plan 'm.py:make(depth)' AUTO", "the arguments must be literals"),
     ("plan 'm.py:make(1, 2)' AUTO", "cannot call m.py:make(1, 2): too many positional arguments"),
+    ("plan 'm.py:make(width=3)' AUTO", "cannot call m.py:make(width=3): got an unexpected keyword"),
+    ("plan m.py:forgets AUTO", "m.py:forgets returns None, with no array"),
+    ("plan m.py:WIDTH AUTO", "m.py:WIDTH is a value of type int, with no array in it"),
     ("plan m.py:Empty AUTO", "returns a value of type Empty, with no array in it"),
     ("plan m.py:NOTHING AUTO", "is None, with no array in it"),
     ("plan m.py:endless AUTO", "raised RecursionError: maximum recursion depth exceeded"),
@@ -137,6 +146,9 @@ WRONG = [
     # JSON
     ("plan empty.json", "empty.json is empty; shardrules plan -o empty.json writes a plan"),
     ("plan cut.json", "cut.json is cut off after 200 characters: write or download it again"),
+    ("plan string.json", "string.json is cut off after 8 characters"),
+    ("plan null.json", "null.json is not a plan"),
+    ("plan changed.json", "this plan was changed after it was written"),
     ("plan list.json", "list.json is not a plan: it is JSON, but not what shardrules plan -o writes"),
     ("plan newer.json", "newer.json: this plan has format 9, and this version reads 1"),
     ("plan config.json", "config.json is not a plan: it is the configuration of a model: name its checkpoint"),
@@ -180,6 +192,10 @@ WRONG = [
     ("RULES 'fsdp('\"'\"'data'\"'\"''", "at column 5: '(' was never closed"),
     ("RULES 'fsdp('\"'\"'data'", "at column 6: unterminated string literal"),
     ("RULES 'fsdp('\"'\"'data'\"'\"'))'", "unmatched ')'"),
+    ("RULES '|auto'", "invalid rule text '|auto' at column 1: write op|op(args)"),
+    ("RULES 'auto||auto'", "invalid rule text 'auto||auto' at column 6"),
+    ("RULES 3", "'3' is not an op; write op|op(args)"),
+    ("RULES 'fsdp(3)'", "a mesh axis must be a name or a tuple of names, got 3"),
     ("RULES 'memory(-1)'", "must be a number of bytes, 0 or more; got -1"),
     ("RULES empty.toml", "empty.toml: the file has no rules: write tables"),
     ("RULES cut.json", "cut.json is cut off after 200 characters"),
@@ -191,6 +207,11 @@ WRONG = [
     ("plan m.py:make --rules auto --mesh 8", "--mesh 8: a mesh has named axes, each of size 1 or more; "),
     ("plan m.py:make --rules auto --mesh -4", "--mesh -4: a mesh has named axes"),
     ("plan m.py:make --rules auto --mesh 'data:4;model:2'", "separate axes with commas"),
+    ("plan m.py:make --rules auto --mesh data:0", "'data:0' is not name:size with a size of 1 or more"),
+    ("plan m.py:make --rules auto --mesh data:4.5", "'data:4.5' is not name:size"),
+    ("plan m.py:make --rules auto --mesh 'data:4 model:2'", "separate axes with commas"),
+    ("plan m.py:make --rules auto --mesh data:4,data:2", "axis 'data' occurs twice"),
+    ("autoplan m.py:step --mesh 1.5", "'1.5' is not name:size"),
     ("autoplan m.py:step --mesh 0", "--mesh 0: a number of devices is 1 or more"),
     ("autoplan m.py:step --mesh -8", "--mesh -8: a number of devices is 1 or more"),
     # Numbers
@@ -207,6 +228,8 @@ WRONG = [
     ("autoplan m.py:step --mesh 8 --hardware h100", "(did you mean 'cuda:h100'?)"),
     # Golden plans
     ("check p.json --golden none.json", "file none.json does not exist"),
+    ("check p.json --golden folder", "--golden: folder is a folder, not a file"),
+    ("check p.json --golden changed.json", "this plan was changed after it was written"),
     ("check p.json --golden cut.json", "cut.json is cut off after 200 characters: write or download"),
     ("check p.json --golden m.py", "--golden: m.py is not JSON"),
     ("check p.json --update", "--update needs the name of the golden plan"),
@@ -214,6 +237,7 @@ WRONG = [
     ("plan p.json -o folder", "folder is a folder: name a file in it"),
     ("plan p.json -o no/such/plan.json", "the folder no/such does not exist; make it first"),
     ("plan p.json -o p.json/x.json", "cannot write p.json/x.json: p.json is a file, not a folder"),
+    ("report p.json -o no/page.html", "the folder no does not exist; make it first"),
     ("plan p.json -o -", "cannot write to -: --format json prints"),
     ("plan p.json -o /dev/full", "cannot write /dev/full: No space left on device"),
     # Optimizers
@@ -242,6 +266,8 @@ WRONG = [
     ("audit m.py:step AUTO CUDA --batch data,data", "can be named only once"),
     ("audit m.py:step AUTO CUDA --params p/q", "unknown part 'q'; the parts are w"),
     ("audit m.py:step AUTO CUDA --donate q", "unknown argument 'q'; "),
+    ("audit m.py:step MESH --target cuda:h100", "the number of GPUs is missing. Write cuda:"),
+    ("audit m.py:listed AUTO CUDA", "must return a step and its arguments, but returns a list"),
     ("audit m.py:alone AUTO CUDA", "must return a step and its arguments"),
     ("audit p.json AUTO CUDA", "'p.json' does not name a Python object"),
     # Training plans

@@ -326,3 +326,14 @@ def test_cpu_meshes_and_contexts() -> None:
         assert sr.meshes.current_mesh() is mesh
         assert jax.jit(lambda x: x)(jnp.ones(3)).sum() == 3
     assert sr.meshes.current_mesh() is None
+
+
+@pytest.mark.parametrize("types", ["explicit", ("auto", "explicit"), ("explicit", "auto")], ids=str)
+def test_plans_do_not_depend_on_axis_types(types: Any) -> None:
+    tree = {"w": jnp.ones((8, 8)), "v": jnp.ones((16, 4))}
+    mesh = sr.create_mesh("data:4,model:2", axis_types=types)
+    for rule in (sr.AutoShardingRule(min_shard_size=0), sr.MemoryConstrainedShardingRule(64, scope="tree")):
+        plan = rule.plan(tree, mesh).check()
+        assert plan.fingerprint == rule.plan(tree, sr.mesh_shape("data:4,model:2")).fingerprint
+        placed = jax.device_put(tree, plan.shardings(mesh))
+        assert all(sr.specs.same(placed[name].sharding.spec, spec) for name, spec in plan.specs.items())

@@ -250,6 +250,32 @@ def test_different_plans_meshes_and_values_raise_in_all_processes() -> None:
     assert lines[1] == [*lines[0][:-1], tree.replace("DisagreementError", "ConfigTypeError")]
 
 
+@pytest.mark.slow
+def test_processes_at_different_barriers_raise_at_once() -> None:
+    lines = printed_lines(
+        run_processes(
+            """
+            start = time.monotonic()
+            try:
+                sr.barrier_sync(timeout=60, name="even" if process % 2 == 0 else "odd")
+            except sr.errors.BarrierError as error:
+                print(time.monotonic() - start < 30)
+                print(error)
+            sr.barrier_sync(timeout=60)  # and can meet again
+            """,
+            processes=3,
+            devices=1,
+        )
+    )
+    assert lines == [lines[0]] * 3
+    assert lines[0][:3] == [
+        "True",
+        "processes wait at different barriers:",
+        "  process 0: waiting at 'even' (<string>:4)",
+    ]
+    assert lines[0][3] == "  process 1: waiting at 'odd' (<string>:4)"
+
+
 def test_a_barrier_needs_jax_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardrules.mesh.processes.process_count", lambda: 2)
     with pytest.raises(sr.errors.BarrierError, match=r"2 processes, .*jax\.distributed\.initialize") as caught:

@@ -4,6 +4,7 @@ import functools
 import gc
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -654,3 +655,28 @@ def test_specs_without_a_mesh_say_how_to_pass_it() -> None:
 def test_inside_jit_the_mesh_is_taken_too() -> None:
     moved = jax.jit(lambda x: sr.reshard(x, P("data"), MESH))(numbers())
     assert moved.sharding.spec == P("data")
+
+
+@WAYS
+def test_training_continues_after_moves(way: str) -> None:
+    step = jax.jit(lambda w, x: w - 0.1 * jax.grad(lambda w: ((x @ w) ** 2).sum())(w), donate_argnums=0)
+    x = np.ones((4, 64), np.float32)
+    expected = moved = numbers((64, 8)) / 512
+    targets = (NamedSharding(LINE, P("d")), NamedSharding(LAST, P()), NamedSharding(MESH, P("model", "data")))
+    for target in targets:
+        expected = np.asarray(step(jnp.asarray(expected), x))
+        with moving(way):
+            moved = step(sr.reshard(moved, target, donate=isinstance(moved, jax.Array)), x)
+    np.testing.assert_allclose(moved, expected, rtol=1e-5)
+
+
+@WAYS
+def test_modules_keep_their_type_and_functions(way: str) -> None:
+    model = eqx.nn.MLP(8, 8, 64, 2, key=jax.random.key(0))
+    placed = sr.filter_shard(model, sr.FSDPShardingRule("data", min_size_mb=0), MESH)
+    with moving(way):
+        moved = sr.reshard(placed, NamedSharding(LAST, P("half")))
+    assert isinstance(moved, eqx.nn.MLP)
+    assert moved.activation is model.activation
+    for new, old in zip(jax.tree.leaves(eqx.filter(moved, eqx.is_array)), jax.tree.leaves(model), strict=False):
+        check_shards(new, NamedSharding(LAST, P("half")), old)

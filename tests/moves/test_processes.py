@@ -252,3 +252,20 @@ def test_host_arrays_and_uncommitted_ones_go_to_each_process() -> None:
         """
     )
     assert printed == [["done"]] * 2
+
+
+@pytest.mark.slow
+def test_training_continues_after_each_move() -> None:
+    printed = run(
+        """
+            step = jax.jit(lambda w: 2 * w + 1, donate_argnums=0)
+            expected = whole
+            array = placed(expected, NamedSharding(everywhere, P("d")))
+            for goal in (NamedSharding(grid, P("b", "a")), NamedSharding(turned, P(None, "d"))):
+                array = step(sr.reshard(array, goal, donate=True))
+                expected = 2 * expected + 1
+                check(array, array.sharding, expected)
+            print("done")
+        """
+    )
+    assert printed == [["done"]] * 2

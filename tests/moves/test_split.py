@@ -296,6 +296,13 @@ def test_arrays_that_lost_shards_are_refused() -> None:
         concatenate_by_mesh_axis([head, two], "fsdp")
 
 
+def test_deleted_keys_are_refused() -> None:
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(FSDP, P("fsdp")))
+    keys.delete()
+    with pytest.raises(sr.errors.TreeError, match=r"deleted: the tree \(8,\): it has been deleted"):
+        split_by_mesh_axis(keys, "fsdp")
+
+
 # What is refused.
 
 
@@ -326,6 +333,12 @@ def test_sections_must_be_possible(sections: Any, message: str) -> None:
     with pytest.raises(sr.errors.MeshError, match=message) as caught:
         split_by_mesh_axis(x, "fsdp", sections)
     assert isinstance(caught.value, ValueError)
+
+
+def test_axes_of_size_one_have_no_inner_index() -> None:
+    x = counted(mesh_of((1, 8), ("one", "fsdp")), P("fsdp"))
+    with pytest.raises(sr.errors.MeshError, match=r"the indices \[1\] must be increasing numbers above 0 and below 1"):
+        split_by_mesh_axis(x, "one", [1])
 
 
 @pytest.mark.parametrize("axis", ["fspd", "", None, ("fsdp",), ["fsdp"], 0])

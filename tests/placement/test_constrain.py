@@ -151,6 +151,14 @@ def test_manual_axes_are_skipped_or_dropped_inside_shard_map(missing: Any, spec:
     assert result.sharding.is_equivalent_to(NamedSharding(MESH, spec), 2)
 
 
+def test_manual_axes_can_be_an_error() -> None:
+    def inner(x: Any) -> Any:
+        return sr.with_sharding_constraint(x, P("dp"), missing="error")
+
+    with jax.set_mesh(MESH), pytest.raises(sr.errors.UnknownAxisError, match="axis 'dp' is Manual here"):
+        jax.jit(jax.shard_map(inner, in_specs=P("dp"), out_specs=P("dp")))(ONES)
+
+
 def test_the_other_axes_are_constrained_inside_shard_map() -> None:
     for mesh in (MESH, mesh_of((EXPLICIT, EXPLICIT))):
         with jax.set_mesh(mesh):

@@ -51,6 +51,22 @@ def test_one_device_and_the_mesh_in_force_are_accepted() -> None:
         assert model.layers[0].weight.sharding == NamedSharding(mesh, P("data", None))
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda tree: RULE.plan(tree, MESH),
+        RULE.plan(eqx.filter_eval_shape(MLP, key=jax.random.key(0)), sr.mesh_shape("data:4,model:2")),
+        RULE.plan(eqx.filter_eval_shape(MLP, key=jax.random.key(0)), MESH).specs,
+        RULE.plan(eqx.filter_eval_shape(MLP, key=jax.random.key(0)), MESH).shardings(),
+    ],
+    ids=["function", "plan", "specs", "shardings"],
+)
+def test_it_takes_what_filter_shard_takes(how: Any) -> None:
+    model = sr.filter_init(MLP, how, MESH)(key=jax.random.key(0))
+    assert model.layers[0].weight.sharding == NamedSharding(MESH, P("data", None))
+
+
 def test_inside_of_jit_the_result_is_constrained() -> None:
     tree = jax.jit(lambda key: arrays(sr.filter_init(MLP, RULE, MESH)(key=key)))(jax.random.key(0))
     assert tree[0].sharding.spec == P("data")

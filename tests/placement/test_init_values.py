@@ -107,6 +107,10 @@ def log_of_integers(key: jax.Array) -> Any:
 MAKES: dict[str, Callable[[jax.Array], Any]] = {
     "uniform": lambda key: jax.random.uniform(key, SHAPE, minval=-0.3, maxval=0.7),
     "truncated_normal": lambda key: 0.02 * jax.random.truncated_normal(key, -2, 2, SHAPE),
+    "glorot": initializer("glorot_uniform"),
+    "lecun": initializer("lecun_normal"),
+    "cast": lambda key: (jax.random.normal(key, SHAPE) / 3).astype(jnp.bfloat16),
+    "bernoulli": drawn(jax.random.bernoulli, 0.3, SHAPE),
     "orthogonal": initializer("orthogonal"),
     "variance_scaling": initializer("variance_scaling", 1 / 3, "fan_avg", "truncated_normal"),
     "delta_orthogonal": drawn(jax.nn.initializers.delta_orthogonal(), (3, 8, 16), jnp.float32),

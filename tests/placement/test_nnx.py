@@ -266,6 +266,19 @@ def test_a_compiled_function_writes_to_the_modules_it_is_called_with(mesh: Mesh)
     assert counts == [0, 1]
 
 
+def test_wrappers_of_a_function_of_modules_trace_it_once(mesh: Mesh) -> None:
+    traces: list[int] = []
+
+    def apply(model: Any, x: jax.Array) -> jax.Array:
+        traces.append(1)
+        return model(x)
+
+    model = sr.filter_shard(zoo.nnx_model(1), RULES, mesh)
+    for _ in range(3):
+        sr.filter_jit(apply, mesh=mesh, in_shardings=(RULES, P("data")))(model, X)
+    assert len(traces) == 1
+
+
 def test_a_state_is_a_value_to_filter_jit() -> None:
     def double(state: Any) -> Any:
         state["kernel"][...] = 2 * state["kernel"][...]

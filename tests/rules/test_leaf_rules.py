@@ -240,6 +240,12 @@ def test_what_does_not_fit_an_earlier_decision_is_refused(
     assert message in refusal(rule, array)
 
 
+def test_repeating_an_earlier_decision_is_not_a_conflict() -> None:
+    array = leaf(8, 8, spec=P("data"))
+    assert array.refine(P("data", "model"), "").spec == P("data", "model")
+    assert array.refine(P("data"), "").spec == P("data", None)
+
+
 UNTYPED: Any = sr
 """The package, for calls that a type checker would refuse."""
 
@@ -256,6 +262,9 @@ UNREDUCED = P("a", unreduced=frozenset({"b"}))
         (lambda: UNTYPED.FSDPShardingRule("data", float("nan")), "0 or more; got nan"),
         (lambda: UNTYPED.AutoShardingRule(min_shard_size=-1), "min_shard_size must be 0 or more, got -1"),
         (lambda: UNTYPED.AutoShardingRule("data:4"), "a mesh must be a Mesh or an AbstractMesh, got 'data:4'"),
+        (lambda: UNTYPED.FSDPShardingRule("data", -1), "0 or more; got -1"),
+        (lambda: UNTYPED.LogicalShardingRule(3), "must be a dictionary or pairs.*; got 3"),
+        (lambda: UNTYPED.MemoryConstrainedShardingRule(8, "data:4"), "a mesh must be a Mesh or an AbstractMesh"),
         (lambda: UNTYPED.MemoryConstrainedShardingRule("1GB"), "max_memory_per_device must be a number of bytes"),
         (lambda: UNTYPED.MemoryConstrainedShardingRule(-1), "0 or more; got -1"),
         (lambda: UNTYPED.MemoryConstrainedShardingRule(8, scope="all"), "scope must be one of 'array', 'tree'; got"),

@@ -355,3 +355,15 @@ def test_many_leaves_use_the_limit() -> None:
     whole = sr.ReplicateShardingRule().plan(tree, MESH).memory().total_bytes
     plan = Memory(whole // 3, scope="tree").plan(tree, MESH)
     assert 0.995 * whole / 3 < device_bytes(plan) <= whole / 3
+
+
+def test_grouping_of_leaves_does_not_matter() -> None:
+    tree = {"layers": [{"w": f32(64, 64), "b": f32(64)} for _ in range(12)]}
+    rule = Memory(80_000, scope="tree")
+    by_index = sr.CompositeShardingRule(sr.RegexShardingRule([("never/0", P())]), rule)
+    assert by_index.plan(tree, MESH).specs == rule.plan(tree, MESH).specs
+
+
+def test_a_large_mesh_keeps_the_limit() -> None:
+    plan = Memory(40 * MIB, scope="tree").plan([f32(4096, 4096)] * 50, sr.mesh_shape("pod:16,data:64,model:64"))
+    assert device_bytes(plan.check()) <= 40 * MIB

@@ -111,3 +111,7 @@ def test_a_spec_after_another_rule_refines_and_may_conflict() -> None:
 def test_invalid_rules_raise(rules: Any, options: Any, match: str) -> None:
     with pytest.raises(sr.errors.ShardRulesError, match=match):
         sr.RegexShardingRule(rules, **options)
+
+
+def test_a_compiled_pattern_equals_its_text() -> None:
+    assert sr.RegexShardingRule([(re.compile("w"), P())]) == sr.RegexShardingRule([("w", P())])

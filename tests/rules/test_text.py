@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 import shardrules as sr
+from shardrules.presets.huggingface import HuggingFaceShardingRule
 
 SHARD, FSDP = sr.DimShardingRule("model", -1), sr.FSDPShardingRule("data")
 
@@ -26,6 +27,8 @@ SHARD, FSDP = sr.DimShardingRule("model", -1), sr.FSDPShardingRule("data")
         ),
         ("logical({'embed': 'data'})", sr.LogicalShardingRule({"embed": "data"})),
         ("auto(axis_names=['model', 'data'], reverse=True)", sr.AutoShardingRule(None, ["model", "data"], None, True)),
+        ("hf", HuggingFaceShardingRule()),
+        ("hf(fsdp=None, head_dim=64)", HuggingFaceShardingRule(fsdp=None, head_dim=64)),
         ("shard_dim('model', 2, ignore_ndim_error=True)", sr.DimShardingRule("model", 2, True)),
     ],
 )
@@ -50,6 +53,8 @@ def test_a_text_means_the_rules_that_it_calls(text: str, rule: sr.ShardingRule) 
         ("fsdp('data')('x')", sr.errors.ConfigError, "is not an op"),
         ("fsdp(data)", sr.errors.ConfigError, "arguments of fsdp must be literals"),
         ("fsdp(axis=__import__('os').name)", sr.errors.ConfigError, "must be literals"),
+        ("fsdp(print('ran'))", sr.errors.ConfigError, "must be literals"),
+        ("memory(8, 'dp:2')", sr.errors.ConfigError, "invalid call of memory.*: a mesh must be a Mesh"),
         ("fsdp(*['data'])", sr.errors.ConfigError, "must be literals"),
         ("fsdp(**{'axis': 'data'})", sr.errors.ConfigError, r"must be literals, not \*\*mappings"),
         ("fsdp(axis='a', axis='b')", sr.errors.ConfigError, "fsdp gets axis more than once"),

@@ -133,3 +133,9 @@ def test_processes_compare_no_addresses_of_objects(monkeypatch: pytest.MonkeyPat
         assert agree(LocalBatch.of(tree), 1)
     assert sent[0] == sent[1]
     assert len(set(sent[2:])) == 3
+
+
+def test_a_mesh_as_text_is_refused() -> None:
+    for function in (sr.place_batch, sr.filter_shard):
+        with pytest.raises(TypeError, match="a mesh must be a Mesh or an AbstractMesh, got 'data:8'"):
+            function(np.ones(8), P("data"), "data:8")  # pyright: ignore[reportArgumentType]

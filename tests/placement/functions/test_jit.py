@@ -135,7 +135,15 @@ def test_the_mesh_in_force_is_part_of_the_cache_key() -> None:
 
 @pytest.mark.parametrize(
     ("donate", "gone"),
-    [("none", []), ("all", [0, 1]), ("all-except-first", [1]), ([0], [0]), (["b", "a"], [0, 1]), ([-1], [1])],
+    [
+        ("none", []),
+        ("all", [0, 1]),
+        ("all-except-first", [1]),
+        ([0], [0]),
+        (["b"], [1]),
+        (["b", "a"], [0, 1]),
+        ([-1], [1]),
+    ],
 )
 def test_donated_arguments_are_deleted(donate: Any, gone: list[int]) -> None:
     run = sr.filter_jit(
@@ -270,6 +278,12 @@ def test_the_mesh_is_in_force_under_every_transformation() -> None:
     assert jax.jit(inner)(jnp.ones((6, 4))).sharding.shard_shape((6, 4)) == (3, 4)
     with pytest.raises(sr.errors.MeshError, match="on the mesh data:2,model:4, while data:4,model:2 is in force"):
         sr.filter_jit(lambda x: inner(x), mesh=MESH)(jnp.ones((6, 4)))
+
+
+def test_donated_arguments_need_no_mesh() -> None:
+    a, b = jnp.ones(8), jnp.ones(8)
+    sr.filter_jit(lambda a, b: (a + 1, b + 1), donate=["b"])(a, b)
+    assert [a.is_deleted(), b.is_deleted()] == [False, True]
 
 
 def test_functions_without_a_signature_are_accepted() -> None:

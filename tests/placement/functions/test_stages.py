@@ -44,7 +44,9 @@ def test_shapes_are_enough_to_lower() -> None:
 def test_stages_show_what_those_of_jax_show() -> None:
     lowered = sr.filter_jit(forward, mesh=MESH, in_shardings=(P(), P("data"))).lower(MODEL, X)
     assert "forward" in lowered.as_text()
-    assert lowered.lowered.cost_analysis()
+    assert lowered.as_text("hlo") != lowered.as_text()
+    assert lowered.compiler_ir() is not None
+    assert lowered.cost_analysis() == lowered.lowered.cost_analysis()
     compiled = lowered.compile({"xla_cpu_enable_fast_math": False})
     assert "ENTRY" in str(compiled.as_text())
     assert compiled.memory_analysis().argument_size_in_bytes == 4 * (8 * 16 * 2 + 16 + 8 + 8)
@@ -58,3 +60,9 @@ def test_arguments_that_are_compiled_in_cannot_change() -> None:
         compiled(MODEL, X, 3.0)
     with pytest.raises(sr.errors.TreeError, match="differ in structure"):
         compiled([MODEL], X, 2.0)
+
+
+def test_misplaced_arguments_of_what_is_compiled_are_named() -> None:
+    compiled = sr.filter_jit(forward, mesh=MESH, in_shardings=(None, P("data"))).lower(MODEL, X).compile()
+    with pytest.raises(sr.errors.PlanError, match=r"argument 1 \(8, 8\): is P\(\) on data:8, not P\('data'\)"):
+        compiled(MODEL, sr.filter_shard(X, P(), MESH))

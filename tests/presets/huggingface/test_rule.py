@@ -134,10 +134,20 @@ def test_other_layouts_of_parameters(path: str, shape: tuple[int, ...], spec: P)
             {"fsdp": None, "roles": {"o": "rows", "q": "heads"}},
             [P(None, "model"), P(), P(), P("model", None)],  # the rank stays whole
         ),
+        (
+            {
+                "self_attn.o_proj.lora_A": (16, 4096),
+                "self_attn.o_proj.lora_B": (4096, 16),
+                "self_attn.q_proj.lora_A": (16, 4096),
+                "self_attn.q_proj.lora_B": (4096, 16),
+            },
+            {"fsdp": None},
+            [P(None, "model"), P(), P(), P("model", None)],
+        ),
         # Matrices of GPT-2 are (in, out), and so are packed ones of GPTQ.
         ({"mlp.c_fc": (768, 3072), "mlp.c_proj": (3072, 768)}, {}, [P("data", "model"), P("model", "data")]),
     ],
-    ids=["adapters", "gpt2"],
+    ids=["adapters", "adapters of projections", "gpt2"],
 )
 def test_parameters_of_one_layer(shapes: dict[str, tuple[int, ...]], options: Any, specs: list[P]) -> None:
     tree = {f"{LAYER}{name}.weight": bf16(*shape) for name, shape in shapes.items()}

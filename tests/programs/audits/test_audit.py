@@ -716,6 +716,11 @@ def test_nothing_is_run() -> None:
     assert calls == [1]
 
 
+def test_a_negative_number_of_a_donated_argument_counts_from_the_end() -> None:
+    report = Program(lambda w, x: (w.sum(), x + 1), (W, X), IN, out=(None, P("data")), donate=-1).audit(CPU)
+    assert [array.donated for array in report.arrays[:2]] == [False, True]
+
+
 def test_a_named_tuple_result_takes_one_spec() -> None:
     report = Program(lambda w, x: Pair(product(w, x), x), (W, X), IN, out=P("data")).audit(CPU)
     assert [array.compiled for array in report.arrays if array.role == "result"] == ["P('data')", "P('data')"]

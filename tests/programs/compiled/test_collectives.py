@@ -39,6 +39,7 @@ from tests.programs.examples import (
     expected,
     mesh_on,
     program_of,
+    put,
     ring_bytes,
     text_of,
 )
@@ -131,6 +132,17 @@ def test_every_kind(target: str) -> None:
     assert measured == expected_kinds
     assert {path for collective in collectives for path in collective.arguments} == {"x"}
     assert all(collective.times == Times(1) for collective in collectives)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("dtype", "bits", "widened"), [(jnp.int4, 4, 8), (jnp.bool_, 8, 8), (jnp.bfloat16, 16, 32)])
+def test_small_dtypes(dtype: Any, bits: int, widened: int, target: str) -> None:
+    mesh = mesh_on(target, "data:8")
+    program = program_of(lambda x: put(mesh, x[::-1]), array(mesh, (64, 128), "data", dtype=dtype))
+    (collective,) = find_collectives(program, mesh)
+    # The compiler for CPUs widens them.
+    assert collective.payload_bytes == 64 * 128 * (widened if target == CPU else bits) // 8
+    assert collective.wire_bytes == collective.payload_bytes * 7 // 8
 
 
 @pytest.mark.parametrize("target", TARGETS)

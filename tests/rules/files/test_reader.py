@@ -211,6 +211,11 @@ WRONG = [
         "rules[0].type: unknown rule 'fdsp' (did you mean 'fsdp'?); the rules are auto, cha",
     ),
     (
+        '[[rules]]\ntype = "memory"\nmax_memory_per_device = "16 Gb"',
+        "rules[0].max_memory_per_device: max_memory_per_device must be a number of bytes",
+    ),
+    ("rule = \"fdsp('data')\"", "rule: rule text"),
+    (
         '[[rules]]\ntype = "fsdp"\naxsi = "data"',
         "rules[0].axsi: unknown key (did you mean 'axis'?); the rule 'fsdp' ha",
     ),
@@ -448,3 +453,17 @@ def test_rules_may_come_through_a_pipe(tmp_path: Path) -> None:
         rules = sr.load_rules(pipe).rules
         written.result()
     assert isinstance(rules, sr.RegexShardingRule)
+
+
+def test_rules_and_mesh_place_a_model(tmp_path: Path) -> None:
+    file = sr.load_rules(write(tmp_path, TEXT))
+    assert file.mesh is not None
+    mesh = sr.create_mesh(file.mesh)
+    assert mesh is sr.create_mesh("data:4,model:2")
+    placed = sr.filter_shard({"up": jnp.ones((8, 8)), "norm": jnp.ones(8)}, file.rules, mesh)
+    assert [placed[name].sharding.spec for name in ("up", "norm")] == [P("model", "data"), P()]
+
+
+def test_strings_that_look_like_tables_are_strings(tmp_path: Path) -> None:
+    with pytest.raises(RulesFileError, match=r"rules.toml: x: unknown key"):
+        read(tmp_path, 'rule = """\n[[rules]]\nspec = 3\n"""\n[x]\ny = 1\n')

@@ -472,6 +472,10 @@ def test_a_twin_has_no_problems(program: Program, target: str) -> None:
     assert program.audit(target).problems == ()
 
 
+def test_one_device_has_no_problems() -> None:
+    assert audit(lambda w, x: x @ w, W, X, axes="data:1", target="cpu:1").findings == ()
+
+
 # ---- constraints and specs that cannot be ----
 
 
