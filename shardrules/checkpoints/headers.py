@@ -332,6 +332,8 @@ def _table(text: bytes, pairs_hook: Callable[[list[tuple[str, Any]]], Any]) -> d
         raise _BrokenError(f"it is not JSON: {error.msg} at character {error.pos}{cut}") from error
     except ValueError as error:  # a number of more digits than Python reads
         raise _BrokenError(f"it is not JSON: {error!s:.80}") from error
+    if isinstance(table, tuple):  # all of it is like the entry of a tensor
+        return _table(text, _unique_keys)
     if not isinstance(table, dict):
         raise _BrokenError(f"it holds {table!r:.40}, not a table by name")
     return table

@@ -353,12 +353,11 @@ def _compile(
         return lowered.compile(compiler_options=options or None), ""
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
-        # Only libtpu refuses programs for their size. A kernel that overflows VMEM, or the shared memory of a GPU, has
-        # the same code: no mesh helps it.
-        if platform != "tpu" or "RESOURCE_EXHAUSTED" not in text or "vmem" in text.lower():
+        # A kernel that overflows VMEM, or the shared memory of a GPU, has the same code: no mesh helps it.
+        if "RESOURCE_EXHAUSTED" not in text or any(word in text.lower() for word in ("vmem", "shared memory")):
             raise _compile_error(mesh, error, options) from error
         first_line = text.partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
-        if tolerant:
+        if tolerant and platform == "tpu":
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # a program that is far too large is refused again
                 return lowered.compile(compiler_options={**options, **_TOLERANT}), first_line
         raise DoesNotFitError(

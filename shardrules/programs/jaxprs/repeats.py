@@ -41,13 +41,15 @@ def find_runs(body: Jaxpr, flops: Sequence[float], *, as_loops: bool = False) ->
     signatures = np.array(
         [numbers.setdefault(signature(equation, not as_loops), len(numbers)) for equation in body.eqns], np.int64
     )
-    total = np.concatenate([[0.0], np.cumsum(np.array(flops, float))])
     # Of a loop, up to four times as many bytes may go from segment to segment for one more of them, chosen by hand:
     # layers that narrow in the middle are whole then.
     wider = 4.0 if as_loops else 1.0
 
     def runs_in(start: int, stop: int) -> list[EqualSegments]:
-        stretch = _longest_stretch(signatures[start:stop], total[start : stop + 1])
+        part = np.array(flops[start:stop], float)
+        if not part.any():
+            return []
+        stretch = _longest_stretch(signatures[start:stop], np.concatenate([[0.0], np.cumsum(part)]))
         run = (
             None if stretch is None else _best_rotation(body, start + stretch[0], start + stretch[1], stretch[2], wider)
         )

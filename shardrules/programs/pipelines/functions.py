@@ -1,5 +1,6 @@
 """The functions of a pipeline as functions of lists of arrays."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -56,6 +57,7 @@ def _traced(name: str, function: Callable[..., Any], *operands: Any) -> tuple[Ar
     """The shapes that a function returns, their structure, and under its name the traced arrays that it closes over."""
     structures = []
 
+    @functools.wraps(function)
     def run(*operands: Any) -> Arrays:
         arrays, structure = pack(function(*operands))
         structures.append(structure)

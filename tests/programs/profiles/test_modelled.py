@@ -78,9 +78,9 @@ def test_parts_have_their_lines_and_counts() -> None:
     assert parts["all-gather-start.1"] is parts["all-gather-done.1"]
     assert parts["all-gather-start.1"].seconds == collective_seconds(collectives[0], V5E)
     # What is known of a kernel counts in each of its runs.
-    known = model_program(program, collectives, V5E, {"dot.2": 2.0}).parts
-    assert (known["dot.2"].seconds, known["dot.2"].count) == (6.0, 3)
-    assert known["dot.1"] == parts["dot.1"]
+    parts_with_times = model_program(program, collectives, V5E, {"dot.2": 2.0}).parts
+    assert (parts_with_times["dot.2"].seconds, parts_with_times["dot.2"].count) == (6.0, 3)
+    assert parts_with_times["dot.1"] == parts["dot.1"]
 
 
 def test_collectives_in_fusions_and_wrappers_have_the_names_around_them() -> None:
