@@ -164,11 +164,11 @@ def test_an_update_leaves_links_and_rights(here: Path) -> None:
 
 
 def test_missing_files_are_not_written(mixed: AuditReport, here: Path) -> None:
-    for call, given, name in ((assert_plan_matches, make_plan(), "plan"), (assert_collectives, mixed, "report")):
+    for call, subject, name in ((assert_plan_matches, make_plan(), "plan"), (assert_collectives, mixed, "report")):
         update = rf"{call.__name__}\({name}, 'a/p.json', update=True\)"
         remedy = rf"\n    -> Write it, and keep it in your repository: {update}$"
-        refusal(rf"^the file a/p\.json does not exist in {here}{remedy}", call, given, "a/p.json")
-        refusal(rf"^the file {here}/p\.json does not exist\n", call, given, here / "p.json")
+        refusal(rf"^the file a/p\.json does not exist in {here}{remedy}", call, subject, "a/p.json")
+        refusal(rf"^the file {here}/p\.json does not exist\n", call, subject, here / "p.json")
     assert list(here.iterdir()) == []
 
 
