@@ -8,6 +8,7 @@ kind of each leaf, and a small graph from which every path can be spelled out la
 """
 
 import array
+import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias, final, get_args
 
@@ -43,6 +44,7 @@ PathStyle: TypeAlias = Literal["attr", "index"]
 _READS: tuple[ReadsIndex, ...] = ("no", "width", "value")
 _STYLES: tuple[PathStyle, ...] = get_args(PathStyle)
 _registry = jtu.default_registry
+_get_sharding = operator.attrgetter("sharding")
 _NOT_NUMBERS = (np.void, np.object_, np.character, np.datetime64, np.timedelta64, str)
 """The types of arrays that JAX cannot hold. `float0`, the type of gradients of integers, is a `np.void`."""
 
@@ -236,8 +238,13 @@ def _classify(leaves: list[Any], box: type | None) -> tuple[list[int], list[Any]
 def _mesh_of(leaves: list[Any], box: type | None) -> AnyMesh | None:
     """The mesh that the arrays are on; `None` if they are on none, or on several."""
     values = leaves if box is None else [unboxed(leaf, box)[0] for leaf in leaves]
+    # Arrays and shapes all have one, and are asked at the speed of C; many other kinds of leaves have none.
+    try:
+        shardings = list(map(_get_sharding, values))
+    except AttributeError:
+        shardings = [getattr(value, "sharding", None) for value in values]
     mesh: AnyMesh | None = None
-    for sharding in [getattr(value, "sharding", None) for value in values]:
+    for sharding in filter(None, shardings):
         if not isinstance(sharding, NamedSharding) or sharding.mesh is mesh:
             continue
         if mesh is not None and sharding.mesh != mesh:

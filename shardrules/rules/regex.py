@@ -240,13 +240,14 @@ class RegexShardingRule(LeavesShardingRule):
 
     def _matching(self, paths: Sequence[str], matchers: Sequence[Matcher], patterns: Sequence[int]) -> Container[int]:
         """The patterns among `patterns` that match any path."""
+        index = self._index
+        if index is None:
+            return {pattern for pattern in patterns if any(map(matchers[pattern], paths))}
         open_patterns = set(patterns)
         for path in paths:
-            candidates = (
-                open_patterns if self._index is None else open_patterns.intersection(self._index.candidates(path))
-            )
-            open_patterns.difference_update([index for index in candidates if matchers[index](path)])
-        return set(patterns) - open_patterns
+            candidates = [candidate for candidate in index.candidates(path) if candidate in open_patterns]
+            open_patterns.difference_update(candidate for candidate in candidates if matchers[candidate](path))
+        return {pattern for pattern in patterns if pattern not in open_patterns}
 
 
 def _fixed_decision(rule: RegexShardingRule, pattern: str, value: PatternValue) -> Decision | None:
