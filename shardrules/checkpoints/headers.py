@@ -265,15 +265,16 @@ def _read_header(path: Path, index: SafetensorsIndex | None, whole: bool, verify
         return Safetensors({}, {}, [_problem(path, "its header differs from its checksum", DAMAGED)])
     stored: dict[str, StoredArray] = {}
     # Layers repeat, so that headers of a million tensors have few kinds of them.
-    kinds: dict[tuple[str, tuple[int, ...]], StoredArray] = {}
+    kinds: dict[tuple[str, tuple[int, ...]], tuple[StoredArray, int | None]] = {}
     for name, (dtype_name, shape, first, end) in entries.items():
-        array = kinds.get((dtype_name, shape))
-        if array is None:
+        kind = kinds.get((dtype_name, shape))
+        if kind is None:
             dtype = np.dtype(DTYPES[dtype_name]) if dtype_name in DTYPES else None
-            array = kinds[dtype_name, shape] = StoredArray(shape, dtype, dtype_name)
+            nbytes = None if dtype is None else math.prod(shape) * dtype.itemsize
+            kind = kinds[dtype_name, shape] = StoredArray(shape, dtype, dtype_name), nbytes
+        array, nbytes = kind
         stored[name] = array
-        if array.dtype is not None and math.prod(shape) * array.dtype.itemsize != end - first:
-            nbytes = math.prod(shape) * array.dtype.itemsize
+        if nbytes is not None and nbytes != end - first:
             messages.append(f"{name!r}, {array}, takes {nbytes} bytes, not the {end - first} it has")
     places = {name: (path, begin + entry[2], sums.get(name)) for name, entry in entries.items()}
     return Safetensors(stored, places, [_problem(path, message, _COPY) for message in messages])

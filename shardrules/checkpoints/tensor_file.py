@@ -37,7 +37,7 @@ from shardrules.checkpoints.checksums import UNKNOWN, TensorSums, block_count, b
 from shardrules.checkpoints.leaves import SavedLeaf
 from shardrules.core.errors import CheckpointError
 from shardrules.core.storage.files import open_regular
-from shardrules.placement.source import ArraySource, Index
+from shardrules.placement.source import ArraySource, Index, aligned_empty
 
 TensorPart: TypeAlias = tuple[Box, Callable[[], np.ndarray]]
 """A box of an array, and the function that reads it when it is written."""
@@ -50,9 +50,6 @@ _SHORT_BYTES = 4 * 2**10
 
 _WIDE_BYTES = 64 * 2**10
 """Runs further apart than this are not read together: too little of what is read would be used. Chosen by hand."""
-
-_ALIGNMENT = 64
-"""JAX on CPUs takes an array at a multiple of this as it is, and copies any other."""
 
 
 @final
@@ -96,7 +93,7 @@ def file_source(tensors: Sequence[FileTensor], dims: tuple[int, ...], dtype: Any
             chosen = np.asarray(positions[indices[numbers[0]][:count]])
             boxes = [box_of(indices[number][count:], first.shape)[::order] for number in numbers]
             for group, whole in box_groups(boxes, shape, first.dtype.itemsize):
-                arrays = [_empty(chosen.shape + box_sizes(boxes[index]), np.dtype(dtype)) for index in group]
+                arrays = [aligned_empty(chosen.shape + box_sizes(boxes[index]), np.dtype(dtype)) for index in group]
                 for place in np.ndindex(*chosen.shape):
                     targets = [(boxes[index], array[(*place, ...)]) for index, array in zip(group, arrays, strict=True)]
                     _read(tensors[int(chosen[place])], whole, targets)
@@ -109,14 +106,6 @@ def file_source(tensors: Sequence[FileTensor], dims: tuple[int, ...], dtype: Any
         return array
 
     return ArraySource(dims + first.shape, dtype, read, read_together)
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Returns an array that JAX on CPUs need not copy."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    buffer = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % _ALIGNMENT
-    return buffer[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def _read(tensor: FileTensor, whole: Box, targets: Sequence[tuple[Box, np.ndarray]]) -> None:

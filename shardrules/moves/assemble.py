@@ -6,7 +6,6 @@ same part share it. (XLA never writes into memory that it adopted, not even into
 """
 
 import ctypes
-import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -15,9 +14,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from shardrules.moves.schedule import Box, Device, Schedule, box_shape, slices
-
-_ALIGNMENT_BYTES = 64
-"""The alignment that XLA's CPU client asks of memory that it adopts: it copies any other."""
+from shardrules.placement.source import aligned_empty
 
 Recipe: TypeAlias = dict[Box, tuple[tuple[Device, tuple[slice, ...], tuple[slice, ...]], ...]]
 """For each new box: the device, the part of its old shard, and the part of the box that this fills."""
@@ -60,14 +57,6 @@ def assemble(
     # JAX asks for the shards in the order of the sharding's devices, which is the schedule's order.
     boxes = iter(schedule.target.values())
     return jax.make_array_from_callback(schedule.shape, sharding, lambda _: new[next(boxes)], dtype=dtype)
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns an uninitialised array in memory that the CPU backend adopts without copying it."""
-    count = math.prod(shape) * dtype.itemsize
-    memory = np.empty(count + _ALIGNMENT_BYTES, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT_BYTES
-    return memory[start : start + count].view(dtype).reshape(shape)
 
 
 def release_freed_memory() -> None:

@@ -174,18 +174,18 @@ def _move_by_pieces(
     arrays: Sequence[Mapping[Device, jax.Array]], mover: Mover, source: Sharding, target: Sharding
 ) -> list[jax.Array]:
     """Moves arrays by programs on devices: shards in the host's memory are copied to devices first, and back last."""
-    memory = next(iter(mover.schedule.target)).default_memory().kind
     if host_memory(source) is not None:
         arrays = [
             {
-                device: device_put(shard, SingleDeviceSharding(device, memory_kind=memory))
+                device: device_put(shard, SingleDeviceSharding(device, memory_kind=device.default_memory().kind))
                 for device, shard in shards.items()
             }
             for shards in arrays
         ]
     if host_memory(target) is None:
         return mover(arrays, mover.schedule.dtype, target)
-    return device_put(mover(arrays, mover.schedule.dtype, target.with_memory_kind(memory)), target)
+    on_devices = target.with_memory_kind(next(iter(mover.schedule.target)).default_memory().kind)
+    return device_put(mover(arrays, mover.schedule.dtype, on_devices), target)
 
 
 @final

@@ -14,6 +14,9 @@ WHOLE_BYTES = 8 * 2**20
 """Up to this size all shards of an array are read before any is placed, in one transfer. Beyond it, a transfer per
 shard costs little beside reading it. Chosen by hand."""
 
+_ALIGNMENT_BYTES = 64
+"""The alignment that XLA's CPU client asks of memory that it adopts: it copies any other."""
+
 Index: TypeAlias = tuple[slice, ...]
 """One slice for each dimension, as `numpy` takes them."""
 
@@ -79,3 +82,11 @@ class ArraySource:
                 f"{self.dtype}{list(shape)}"
             )
         return values
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Returns an uninitialised array in memory that the CPU backend adopts without copying it."""
+    count = math.prod(shape) * dtype.itemsize
+    memory = np.empty(count + _ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT_BYTES
+    return memory[start : start + count].view(dtype).reshape(shape)
