@@ -137,6 +137,7 @@ def _pareto_front(group: LeafGroup, weight: int) -> tuple[_Way, ...]:
         for index, option in enumerate(group.options)
     ]
     front: list[_Way] = []
+    # In the order of bytes, an option is worth its bytes only if it costs less than all before it.
     for way in sorted(ways, key=lambda way: (way.extra_bytes, way.cost)):
         if not front or way.cost < front[-1].cost:
             front.append(way)
@@ -186,6 +187,7 @@ class _Ladder:
     @classmethod
     def of(cls, fronts: Sequence[tuple[_Way, ...]], scale: int) -> Self:
         """Sorts the upgrades. Equal ones of earlier groups come first."""
+        # Along a hull each upgrade saves less per byte than the one before, so sorting keeps those of a group in order.
         rungs = [(index, old, new) for index, front in enumerate(fronts) for old, new in pairwise(_hull(front, scale))]
         rungs.sort(key=lambda rung: _saved_per_byte(rung[1], rung[2], scale), reverse=True)
         base = [(front[0].cost, front[0].tie) for front in fronts]
