@@ -67,6 +67,7 @@ def box_groups(boxes: Sequence[Box], shape: tuple[int, ...], itemsize: int) -> l
     groups = [([index], box) for index, box in enumerate(boxes)]
     steps = byte_steps(shape, itemsize)
     for dim in reversed(range(len(shape))):
+        # The first group stands for all: shards of an array have nearly equal sizes.
         if not groups or run_of(box_sizes(groups[0][1]), steps, itemsize)[1] >= _LONG_BYTES:
             break
         if any(box[dim] != (0, shape[dim]) for _, box in groups):

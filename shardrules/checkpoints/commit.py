@@ -118,6 +118,7 @@ class Saving:
             error = failure
         text = None if error is None else f"{type(error).__name__}: {error}"
         answers = exchange(json.dumps([text, result]), f"{self.title}: {step}", self.title, self.timeout)
+        # The error of this process says more than the list of failures, so it comes first.
         if isinstance(error, OSError):
             name = f" {error.filename}" if error.filename else ""
             raise CheckpointError(f"{self.title} cannot be saved: {error.strerror or error}{name}") from error
@@ -195,6 +196,7 @@ class Saving:
                 replace_folder(names[0], plan.folder)
                 return
             _rename_files(names, paths)
+            # Old files go last, when nothing names them any more.
             plan.clear()
 
         try:
