@@ -28,6 +28,7 @@ def attention_by_ring(
     queries, keys = _operands(q, k, v, segments)
     if axis_name is None or lax.axis_size(axis_name) == 1:
         return _attend_whole(as_kernel(kernel), queries, keys, is_causal=causal).reshape(q.shape)
+    # In order, the last device would attend to the most keys: halves from both ends even that out.
     rounds = Rounds("ring", as_kernel(kernel), axis_name, causal, causal and q.shape[1] % 2 == 0)
     if rounds.is_zigzag:
         queries, keys = to_zigzag((queries, keys), axis_name)
@@ -43,6 +44,7 @@ def attention_by_gather(
     if axis_name is None or lax.axis_size(axis_name) == 1:
         return _attend_whole(as_kernel(kernel), queries, keys, is_causal=causal).reshape(q.shape)
     keys = gather(keys, axis_name)
+    # Without a mask the gathered keys are one call of the kernel, which then needs no log-sum-exp.
     if not causal:
         return _attend_whole(as_kernel(kernel), queries, keys, is_causal=False).reshape(q.shape)
     rounds = Rounds("gather", as_kernel(kernel), axis_name, True, q.shape[1] % 2 == 0)

@@ -30,6 +30,7 @@ def _source(leaf: Any, params: Arrays, kept: Arrays) -> _Source:
     """The source of a leaf; other leaves than parameters and constants are added to the kept arrays."""
     if not isinstance(leaf, Tracer):
         return lambda params, kept: leaf
+    # Parameters are there in the backward pass anyway; of other arrays each is kept once.
     for index, param in enumerate(params):
         if param is leaf:
             return lambda params, kept, index=index: params[index]
