@@ -103,7 +103,7 @@ def _padded(rows: jax.Array, *arrays: jax.Array, row_count: int, axis_name: Axes
 
 def _batched(operands: Any, dims: Any, **params: Any) -> tuple[jax.Array, int]:
     rows, *slices = operands
-    # Where only rows are batched, the batch goes behind their first dim, and each row takes it along.
+    # Rows alone may be batched: then the batch goes behind their first dim, and each row takes it along.
     if all(dim is None for dim in dims[1:]):
         return send_rows_p.bind(jnp.moveaxis(rows, dims[0], 1), *slices, **params), 1
     (size,) = {operand.shape[dim] for operand, dim in zip(operands, dims, strict=True) if dim is not None}

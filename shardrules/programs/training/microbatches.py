@@ -204,7 +204,7 @@ class SplitLoss:
             else:
                 gradients, sums, aux = self.at_once(part, trainable, batched)
             value, *results = self.tail(arguments, sums)
-            # What no example reaches is the same in every part, so its gradients are added once.
+            # Terms that no example reaches are the same in every part, so their gradients are added once.
             extra = self.tail.regularizer_gradients(arguments, sums)
             gradients = [
                 (total if extra is None else total + extra[index].astype(total.dtype)).astype(array.dtype)
