@@ -77,6 +77,7 @@ def box_groups(boxes: Sequence[Box], shape: tuple[int, ...], itemsize: int) -> l
 
 def _joined(groups: list[tuple[list[int], Box]], dim: int, itemsize: int) -> list[tuple[list[int], Box]]:
     """Joins groups that differ only in dimension `dim`, and there lie beside each other."""
+    # Sorted by all other dims first, neighbours along this one follow each other.
     keyed = sorted(groups, key=lambda group: (group[1][:dim] + group[1][dim + 1 :], group[1][dim]))
     result = keyed[:1]
     for indices, box in keyed[1:]:

@@ -89,6 +89,7 @@ class Mover:
         new_shards: list[Shards] = []
         rest = list(arrays)
         while rest:
+            # Batches are powers of two, so that programs are compiled for few numbers of arrays.
             count = min(_launch_arrays(self.schedule), 1 << (len(rest).bit_length() - 1))
             batch, rest = rest[:count], rest[count:]
             new_shards += (self._move_in_steps if self._steps else self._move_whole)(batch, dtype)
@@ -293,6 +294,7 @@ def _send(arrays: Sequence[Shards], pieces: Sequence[Piece], shape: tuple[int, .
     if local:
         data = [shards[piece.sender] for shards in arrays for piece in local]
         shardings = [SingleDeviceSharding(piece.receiver) for piece in local] * len(arrays)
+        # A piece may stay on its device, where the new array must not share memory with the old one.
         copies = iter(device_put(data, shardings, may_alias=False))
         for received in result:
             received.update({piece.receiver: next(copies) for piece in local})

@@ -302,6 +302,7 @@ def _cut(schedule: Schedule, box: Box, limit: int) -> Iterator[Box]:
         return
     dim = shape.index(max(shape))
     start, stop = box[dim]
+    # Halves of nearly equal sizes have few shapes, each of which is a round of its own.
     middle = (start + stop) // 2
     for half in ((start, middle), (middle, stop)):
         yield from _cut(schedule, (*box[:dim], half, *box[dim + 1 :]), limit)

@@ -97,6 +97,7 @@ def choose(groups: Sequence[LeafGroup], budget_bytes: int) -> tuple[tuple[int, .
     ladder = _Ladder.of(fronts, scale=sum(weights) * leaves + 1)
     # Sums of bytes move in multiples of the greatest common divisor: a budget rounded down to one makes bounds tight.
     unit = math.gcd(*(way.extra_bytes for front in fronts for way in front)) or 1
+    # Bytes beyond the largest options of all leaves cannot be spent.
     spare = min(spare, sum(group.count * front[-1].extra_bytes for group, front in zip(groups, fronts, strict=True)))
     spare -= spare % unit
 

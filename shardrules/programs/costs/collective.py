@@ -231,8 +231,10 @@ def _table_times(table: CollectiveTimes, wire_bytes: float, hardware: Hardware) 
     if index == 0:
         total = latency
     elif index == len(sizes):
+        # Beyond the largest size the rate is that of the largest.
         total = seconds[-1] * payload / sizes[-1]
     else:
+        # Sizes double from one to the next, so that logarithms are evenly spaced.
         part = math.log(payload / sizes[index - 1]) / math.log(sizes[index] / sizes[index - 1])
         total = seconds[index - 1] * (seconds[index] / seconds[index - 1]) ** part
     # Up to the smallest size that was measured all is waiting. More than that is sending, faster over faster links: as

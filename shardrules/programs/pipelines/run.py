@@ -188,6 +188,7 @@ class StageRun:
     def _exchange(self, state: State, pairs: Any, slot: Any, *, floats_only: bool) -> State:
         messages = list(state.messages)
         for index, array in enumerate(state.outbox):
+            # Messages of backward passes are cotangents, which only floats have.
             if is_float(array) or not floats_only:
                 arrived = lax.ppermute(array, self.pipeline.axis, pairs)
                 messages[index] = messages[index].at[slot].set(arrived)
@@ -213,9 +214,11 @@ class StageRun:
         y, kept = self.layers.forward(x, row["chunk"], state.kept, row["kept"])
         state = state._replace(outbox=y, kept=kept)
         if loss is None:
+            # All stages write, and only the last one to rows that are read.
             index = jnp.where(self._is_last(row), row["microbatch"], self.pipeline.schedule.microbatches)
             return state._replace(outputs=put(state.outputs, y, index)) if state.outputs else state
         if self._has_backward:
+            # The last output begins the way back, and is kept for that; for others it is a slot that nobody reads.
             return state._replace(messages=put(state.messages, y, row["turning"]))
         targets = at(operands.targets, row["microbatch"])
         (value,) = self._either(

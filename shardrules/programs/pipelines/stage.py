@@ -104,6 +104,7 @@ class Layers:
                 return body(index, carry), None
             if self.in_step:
                 is_layer, following = index < self.counts[chunk], body(index, carry)
+                # In step, layers that a chunk lacks are computed, and dropped here.
                 return (
                     [jnp.where(is_layer, *pair) for pair in zip(following[0], carry[0], strict=True)],
                     following[1],
@@ -121,6 +122,7 @@ class Layers:
 
         function, operands = of_floats(run, params, x)
         _, pull, y = jax.vjp(function, *operands, has_aux=True)
+        # The function of `jax.vjp` is a pytree of what it keeps: the backward pass puts it together from its sources.
         leaves, self._treedef = jax.tree.flatten(pull)
         kept: Arrays = []
         self._sources = [_source(leaf, params, kept) for leaf in leaves]
