@@ -85,8 +85,8 @@ def create_mesh(
     """
     fast_axes = (fast_axes,) if isinstance(fast_axes, str) else tuple(fast_axes)
     if isinstance(axis_dims, AbstractMesh):
-        # A mesh without devices goes the way of its text, and is checked like one.
         axis_types = axis_dims.axis_types if axis_types is None else axis_types
+        # A mesh without devices goes the way of its text, and is checked like one.
         axis_dims = mesh_text(axis_dims)
     names, requested = _axes(axis_dims, axis_names)
     array = _as_array(_backend_devices(backend) if devices is None else devices)

@@ -207,8 +207,8 @@ def _bounds(sections: Any, size: int | None) -> tuple[tuple[int, ...], str]:
     if count is not None:
         if count < 1 or (size is not None and size % count):
             axis = "an axis" if size is None else f"an axis of size {size}"
-            # The step of a range is never 0: without a size it is 1.
             return (), f"{axis} cannot be cut into {count} equal parts"
+        # The step of a range may not be 0: without a size it is 1.
         return tuple(range(0, (size or 0) + 1, (size or count) // count)), ""
     is_list = isinstance(sections, Sequence) or (isinstance(sections, np.ndarray) and sections.ndim == 1)
     inner = [_integer(index) for index in sections] if is_list and not isinstance(sections, str | bytes) else [None]

@@ -210,7 +210,7 @@ def _measured(tables: list[CollectiveTimes], wire_bytes: float, size: int, hardw
     high = [table for table in tables if table.group_size >= size][:1] or tables[-1:]
     waiting, sending = zip(*(_table_times(table, wire_bytes, hardware) for table in (*low, *high)), strict=True)
     first, last = low[0].group_size, high[0].group_size
-    # The sizes of measured groups double, so that they are evenly spaced in the logarithm.
+    # Groups are mostly measured at doubled sizes, which are evenly spaced in the logarithm.
     part = math.log(size / first) / math.log(last / first) if last > first else 0.0
     latency = waiting[0] + part * (waiting[1] - waiting[0])
     if size > tables[-1].group_size and len(tables) > 1:
@@ -234,7 +234,7 @@ def _table_times(table: CollectiveTimes, wire_bytes: float, hardware: Hardware) 
         # Beyond the largest size the rate is that of the largest.
         total = seconds[-1] * payload / sizes[-1]
     else:
-        # Sizes double from one to the next, so that logarithms are evenly spaced.
+        # Between two sizes the time follows a power of the bytes: a straight line in logarithms.
         part = math.log(payload / sizes[index - 1]) / math.log(sizes[index] / sizes[index - 1])
         total = seconds[index - 1] * (seconds[index] / seconds[index - 1]) ** part
     # Up to the smallest size that was measured all is waiting. More than that is sending, faster over faster links: as

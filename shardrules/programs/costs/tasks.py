@@ -86,7 +86,7 @@ def collective_resources(collective: Collective, hardware: Hardware) -> tuple[st
     size, hosts = group.size, group.host_count
     if size < 2:
         return ()
-    # A group with one device on each host has no links between its devices, and a permute uses one way at a time.
+    # A group with one device on each host has no links inside; a permute between hosts counts as if all pairs were.
     if hosts > 1 and (hosts == size or collective.kind == "collective-permute"):
         return (NETWORK,)
     links = _torus_links(collective, hardware) if hardware.torus_dims else (LINKS,)

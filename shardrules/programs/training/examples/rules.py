@@ -74,7 +74,7 @@ def _is_linear(equation: Any, facts: Sequence[Fact]) -> bool:
     # These are linear in each operand, but a product of two sums has the products of different examples.
     if name in ("mul", "dot_general", "conv_general_dilated"):
         return forms.count("sum") == 1
-    # A quotient of integers is rounded: the parts would be so one by one.
+    # A quotient of integers is rounded, and a sum of rounded parts is another.
     if name == "div":
         return forms == ["sum", "shared"] and dtypes[0].kind not in "iu"
     # Every part adds what it reads out of bounds, so that has to be 0.
