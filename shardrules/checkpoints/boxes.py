@@ -67,6 +67,7 @@ def box_groups(boxes: Sequence[Box], shape: tuple[int, ...], itemsize: int) -> l
     groups = [([index], box) for index, box in enumerate(boxes)]
     steps = byte_steps(shape, itemsize)
     for dim in reversed(range(len(shape))):
+        # The first group stands for all: shards of an array have nearly equal sizes.
         if not groups or run_of(box_sizes(groups[0][1]), steps, itemsize)[1] >= _LONG_BYTES:
             break
         if any(box[dim] != (0, shape[dim]) for _, box in groups):
@@ -76,6 +77,7 @@ def box_groups(boxes: Sequence[Box], shape: tuple[int, ...], itemsize: int) -> l
 
 def _joined(groups: list[tuple[list[int], Box]], dim: int, itemsize: int) -> list[tuple[list[int], Box]]:
     """Joins groups that differ only in dimension `dim`, and there lie beside each other."""
+    # Sorted by all other dims first, neighbours along this one follow each other.
     keyed = sorted(groups, key=lambda group: (group[1][:dim] + group[1][dim + 1 :], group[1][dim]))
     result = keyed[:1]
     for indices, box in keyed[1:]:

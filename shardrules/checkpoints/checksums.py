@@ -123,11 +123,13 @@ def read_text(text: str, headers: Sequence[bytes], nbytes: Sequence[int]) -> lis
     if parts is None or not block or block % _LEAST_BLOCK:
         return None
     *others, last = headers
+    # The sum of the headers was taken before it was written into them, with zeros in its place.
     start = last.find(text.encode()) + 4
     blank = b"%s%08d%s" % (last[:start], 0, last[start + 8 :])
     counts = [block_count(size, block) for size in nbytes]
     if sealed([*others, blank])[1].decode() != parts[1] or len(parts[3]) != SUM_CHARS * sum(counts):
         return None
+    # Four characters of base64 are three bytes, the 24 bits of a sum.
     triples = np.frombuffer(base64.b64decode(parts[3]), np.uint8).reshape(-1, 3).astype(np.uint32)
     values = triples[:, 0] << 16 | triples[:, 1] << 8 | triples[:, 2]
     ends = np.cumsum(counts).tolist()

@@ -118,6 +118,7 @@ class Saving:
             error = failure
         text = None if error is None else f"{type(error).__name__}: {error}"
         answers = exchange(json.dumps([text, result]), f"{self.title}: {step}", self.title, self.timeout)
+        # The error of this process says more than the list of failures, so it comes first.
         if isinstance(error, OSError):
             name = f" {error.filename}" if error.filename else ""
             raise CheckpointError(f"{self.title} cannot be saved: {error.strerror or error}{name}") from error
@@ -195,6 +196,7 @@ class Saving:
                 replace_folder(names[0], plan.folder)
                 return
             _rename_files(names, paths)
+            # Old files go last, when nothing names them any more.
             plan.clear()
 
         try:
@@ -309,6 +311,7 @@ def replace_folder(new: Path, old: Path) -> None:
     if not _exchange_names(new, old):
         aside = replaced_folder(old)
         shutil.rmtree(aside, ignore_errors=True)
+        # A folder cannot replace one that has files: the old one steps aside, and comes back if the new one fails.
         old.replace(aside)
         try:
             new.replace(old)
@@ -349,6 +352,7 @@ def _exchange_names(first: Path, second: Path) -> bool:
 def _create(file: FileLayout, name: Path, mode: int | None) -> None:
     """Makes a file, which its owner can write as long as it is open; one that exists, or a link, raises."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    # A file that replaces a private one is private from its first byte on.
     handle = os.open(name, flags, 0o666 if mode is None else 0o600)
     try:
         if mode is not None:
@@ -433,6 +437,7 @@ def _read_at(handle: int, offset: int, count: int, name: Path) -> bytes:
 
 def _write_sums(handle: int, file: FileLayout, sums: np.ndarray) -> None:
     """Writes those checksums that are known."""
+    # Runs of known sums are written at once, and what other processes write between them stays.
     edges = np.flatnonzero(np.diff(sums != UNKNOWN, prepend=False, append=False)).reshape(-1, 2)
     for start, stop in edges.tolist():
         write_at(handle, file.sums_offset + SUM_CHARS * start, sums_text(sums[start:stop]))

@@ -158,6 +158,7 @@ def _read_blocks(
     try:
         with open_regular(path) as file:
             size, offset = os.fstat(file.fileno()).st_size, 0
+            # Checksums can only be the last block, so they end the walk.
             while offset < size and os.pread(file.fileno(), len(_CHECKSUMS), offset) != _CHECKSUMS:
                 leaf = leaves[len(blocks)] if len(blocks) < len(leaves) else None
                 leaf_path, where = leaf.path if leaf else str(path), f"block {len(blocks)}, at byte {offset}: "
@@ -169,6 +170,7 @@ def _read_blocks(
                     return problem("truncated", message, "copy the file again", leaf_path)
                 blocks.append(block)
                 offset = block.end
+            # The rest of a damaged file may be of any size, and no more than checksums can have is read.
             text = os.pread(file.fileno(), min(size - offset, MOST_TEXT_BYTES), offset)
     except FileNotFoundError:
         return problem("file", "no such file")

@@ -151,6 +151,7 @@ def _missing(
     index: Mapping[str, Path], stored: Mapping[str, StoredArray], problems: list[Finding]
 ) -> Iterator[Finding]:
     """Yields a finding for each file that lacks what the index says it has."""
+    # A file that cannot be read has its own finding, and not one more for its tensors.
     unreadable = dict.fromkeys(finding.path for finding in problems)
     missing: dict[Path, list[str]] = {}
     for name, file in index.items():
@@ -171,6 +172,7 @@ def _files(path: Path, verify: bool) -> tuple[list[Path], SafetensorsIndex | Non
         inside = sorted(path.iterdir()) if is_folder else [path]
     except OSError as error:
         return [], None, [_problem(path, f"cannot be read: {error.strerror or error}")]
+    # In a folder only the usual name makes an index; a file that was passed itself may have any.
     indices = [file for file in inside if (file.name.endswith(INDEX) if is_folder else file.suffix == ".json")]
     if len(indices) > 1:
         listed = ", ".join(file.name for file in indices)
@@ -242,6 +244,7 @@ def _read_header(path: Path, index: SafetensorsIndex | None, whole: bool, verify
             start = file.read(8)
             length = int.from_bytes(start, "little")
             begin = 8 + length
+            # The length is a stranger's number: nothing more is read before it is compared with the size of the file.
             if begin > size or length > MOST_TEXT_BYTES:
                 return Safetensors({}, {}, [_problem(path, *_length_problem(start, length, size))])
             text = file.read(length)
@@ -317,6 +320,7 @@ def _sums(metadata: Any, entries: Mapping[str, _Entry], header: bytes) -> dict[s
         return {}
     names = sorted(entries, key=lambda name: entries[name][2:])
     sizes = [end - start for _, _, start, end in map(entries.__getitem__, names)]
+    # Checksums are one text under their own key: any other text of that form is damage.
     sums = read_text(str(texts[KEY]), [header], sizes) if list(texts) == [KEY] else None
     return None if sums is None else dict(zip(names, sums, strict=True))
 
@@ -377,12 +381,14 @@ def _entry(name: str, entry: Any) -> _Entry:
     if not isinstance(entry, dict):
         raise _BrokenError(f"{name!r:.80} is {entry!r:.40}, not a table with {', '.join(_KEYS)}")
     if entry.keys() != _KEYS.keys() or not _is_entry(**entry):
+        # Each key is tried beside valid values of the others, so that the message names the wrong one.
         valid: dict[str, Any] = {"dtype": "F32", "shape": [], "data_offsets": [0, 0]}
         for key, expected in _KEYS.items():
             if key not in entry:
                 raise _BrokenError(f"{name!r:.80} has no {key}")
             if not _is_entry(**{**valid, key: entry[key]}):
                 raise _BrokenError(f"{name!r:.80} has the {key} {entry[key]!r:.60}, expected {expected}")
+    # Only keys beyond the three come to here, and they are ignored.
     return entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]
 
 
@@ -394,6 +400,7 @@ def _offset_problems(entries: Mapping[str, _Entry], size: int | None) -> Iterato
             yield f"{name!r} begins at byte {start} of the data, before {previous!r} ends at byte {previous_end}"
         elif start > previous_end:
             yield f"bytes {previous_end} to {start} of the data, before {name!r}, belong to no tensor"
+        # A tensor inside another one does not move the end back.
         previous_end, previous = max(previous_end, end), name
     if size is None:
         return

@@ -179,6 +179,7 @@ def _mismatches(
         why, remedy = "`names` gives {} tensors for it", "give as many names as the array has layers"
         yield Finding("error", "stack", why, leaf.path, remedy, shape), " x ".join(map(str, dims))
         return
+    # A tensor of a stack is one layer: it is compared with the dims behind those of the stack.
     layer = attrs.evolve(leaf, shape=leaf.shape[len(dims) :]) if dims else leaf
     for tensor in flat_names(name):
         if tensor in contents.stored:
@@ -226,6 +227,7 @@ def mismatch_findings(
     """Returns mismatches as findings, one for all equal layers; suggests from the `names` and `paths` that exist."""
     groups: dict[Finding, list[Mismatch]] = {}
     for mismatch in mismatches:
+        # The name is filled in after grouping: without it, the messages of equal layers are equal.
         groups.setdefault(attrs.evolve(mismatch[0], path=template(mismatch[0].path)), []).append(mismatch)
     candidates = {"missing": list(names), "no-leaf": list(paths)}
     findings: list[Finding] = []

@@ -120,8 +120,10 @@ def _read(tensor: FileTensor, whole: Box, targets: Sequence[tuple[Box, np.ndarra
     inner, run_bytes = run_of(box_sizes(whole), steps, dtype.itemsize)
     outer = _outer(box_sizes(whole), steps, inner, run_bytes)
     first = targets[0][1]
+    # A part that is one run of the file, in its own dtype, is read straight into the result.
     is_direct = len(targets) == 1 and outer == inner and first.dtype == dtype and first.flags.c_contiguous
     scratch = first.reshape(-1).view(np.uint8) if is_direct else np.empty(0, np.uint8)
+    # Blocks are rows of the outermost dim whose rows are small enough.
     while outer + 1 < len(steps) and steps[outer] > BLOCK_BYTES:
         outer += 1
     with open_regular(tensor.path) as file:
@@ -194,6 +196,7 @@ def _assign(target: np.ndarray, part: np.ndarray) -> None:
     """Copies numbers, perhaps into another dtype; refuses integers that would overflow."""
     dtype = target.dtype
     if part.dtype.kind in "iu" and dtype.kind in "iu" and not np.can_cast(part.dtype, dtype):
+        # The dtype may be too narrow in general: only the numbers that are there count.
         for extreme in (int(part.min()), int(part.max())):
             if not np.iinfo(dtype).min <= extreme <= np.iinfo(dtype).max:
                 raise CheckpointError(f"{dtype} cannot hold {extreme}: give `like` a wider dtype")
@@ -210,8 +213,10 @@ def local_parts(leaf: SavedLeaf, is_writer: bool) -> list[TensorPart]:
         return []
     if isinstance(value, jax.Array):
         return [
+            # The default binds this shard: a free name would be the last shard by the time of the call.
             (box_of(shard.index, leaf.shape), lambda data=shard.data: _on_host(data))
             for shard in value.addressable_shards
+            # Replicas are equal, and the first of them is written.
             if shard.replica_id == 0
         ]
     if isinstance(value, ArraySource) and whole:
@@ -239,6 +244,7 @@ def write_tensor(file: int, offset: int, leaf: SavedLeaf, parts: Sequence[Tensor
         for box, array in _blocks(whole, members, steps, leaf.dtype):
             outer, _ = run_of(box_sizes(box), steps, itemsize)
             flat = array.reshape(-1).view(np.uint8)
+            # Runs lie apart in the file, and one after the other in `flat`.
             for run in row_blocks(box, outer, shape[outer]):
                 start, stop = byte_range(run, steps, itemsize)
                 _write_run(file, offset, start, flat[: stop - start], block, sums, leaf.nbytes)

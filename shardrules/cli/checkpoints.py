@@ -136,6 +136,7 @@ def _nested(stored: Mapping[str, StoredArray], path: Path) -> Any:
 def _with_lists(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
+    # As many keys as there are indices: then these are all of them.
     if all(str(index) in node for index in range(len(node))):
         return [_with_lists(node[str(index)]) for index in range(len(node))]
     return {name: _with_lists(child) for name, child in node.items()}

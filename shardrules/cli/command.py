@@ -66,6 +66,7 @@ class Command:
         for word in words:
             last = options.get(joined[-1]) if joined else None
             # argparse takes -5GiB for an option. As a value of the option before, it gets an error about values.
+            # After `--` nothing is an option any more.
             takes_value = last is not None and last.nargs is None and "--" not in joined
             if (
                 takes_value
@@ -73,6 +74,7 @@ class Command:
                 and word not in ("-", "--")
                 and word.partition("=")[0] not in options
             ):
+                # A long option takes its value behind `=`, a short one right behind its letter.
                 joined[-1] += f"={word}" if joined[-1].startswith("--") else word
             else:
                 joined.append(word)

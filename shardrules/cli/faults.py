@@ -33,6 +33,7 @@ def _with_moments(findings: Sequence[Finding], state: Sequence[Finding]) -> Iter
     """Yields findings, with the same about a state's copies of their arrays counted in, and then the others."""
     rest = list(state)
     for finding in findings:
+        # Each copy belongs to the first finding that it repeats, and leaves the rest.
         copies = [other for other in rest if _is_copy(other, finding)]
         rest = [other for other in rest if other not in copies]
         count = sum(copy.count for copy in copies) if _is_about_arrays(finding) else 0

@@ -47,6 +47,7 @@ def write(file: Path, text: str, *, makes_folders: bool = False) -> None:
 
 def check_writable(file: Path, *, makes_folders: bool = False) -> None:
     """Raises the `UsageError` for a file that has no folder, or is one."""
+    # A parent that exists may be a file, in which no folder can be made.
     obstacle = next((parent for parent in file.parents if parent.exists() and not parent.is_dir()), None)
     if obstacle is not None:
         raise UsageError(f"cannot write {file}: {obstacle} is a file, not a folder; rename it")

@@ -46,6 +46,7 @@ def load_model(text: str) -> Model:
     # A file with a colon in its name is still a file.
     if not path.exists() and is_object_name(text):
         return _from_code(load_object(text))
+    # A folder is looked for before suffixes are read: it may have any name.
     if path.is_dir():
         return _from_folder(path)
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
@@ -56,6 +57,7 @@ def load_model(text: str) -> Model:
     if path.suffix == ".py":
         raise UsageError(f"{text} is a Python file: name a function in it that returns the model, {text}:make")
     if not path.exists():
+        # A call with an open parenthesis is no name of an object, and reads like a missing file.
         open_part = text.count("(") != text.count(")")
         cause = "has parentheses that do not match" if open_part else "does not exist"
         raise UsageError(f"{text} {cause}: a model is {FORMS}")
@@ -93,6 +95,7 @@ def read_plan(path: Path) -> ShardingPlan:
     try:
         return ShardingPlan.from_json(text)
     except PlanError as error:
+        # A plan of this version with a mistake in it gets the reader's message; anything else gets its kind.
         if isinstance(data, dict) and "shardrules" in data:
             raise UsageError(f"{path}: {one_line(error)}") from error
         kind = kind_of(data) or "JSON, but not what shardrules plan -o writes"

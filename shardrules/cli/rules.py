@@ -66,6 +66,7 @@ def load_rules(text: str) -> LoadedRules:
         try:
             return LoadedRules(RulesFile(parse_rule(text)))
         except ShardRulesError as error:
+            # A file of this name is reported instead: it was probably meant.
             if not path.exists():
                 raise UsageError(f"--rules: {one_line(error)}") from error
     kind = "a folder" if path.is_dir() else "a file of another kind" if path.exists() else "not a file"

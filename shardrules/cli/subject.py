@@ -124,6 +124,7 @@ def _mesh_of(args: argparse.Namespace, rules: LoadedRules | None, model: Model) 
             )
         return mesh
     mesh = mesh or rules.file.mesh
+    # The mesh of a plan comes last: rules and the command line say what is asked now.
     if mesh is None and model.plan is not None and model.plan.mesh is not None:
         mesh = read_mesh(mesh_text(model.plan.mesh))
     if mesh is None:

@@ -187,6 +187,8 @@ def shared_leaves(tree: Any) -> dict[int, int]:
         if not is_variable(node):
             start += 1
             continue
+        # A variable may hold several leaves, or none: each is tied to the leaf at the same offset of the first
+        # occurrence.
         count = len(jtu.tree_leaves(node))
         first_start = first_starts.setdefault(id(node), start)
         if first_start != start:
@@ -294,6 +296,7 @@ def _attributes(tree: Any) -> Iterator[_Attribute]:
             attribute = _Attribute(node, jtu.keystr((key,), simple=True))
             if attribute.get():
                 yield attribute
+            # An object inside another one owns its attributes itself: `get` above leaves its leaves out.
             yield from _attributes(child)
 
 
@@ -373,6 +376,8 @@ class ArgumentVariables:
             )
         gone_ids = set(map(id, gone))
         written: dict[int, Any] = {}
+        # Arrays are immutable, so a write leaves another object in the slot: identity shows it without waiting for
+        # values.
         for index, (slot, before) in enumerate(zip(_slots(self.objects), self.values, strict=True)):
             value = slot.get()
             pairs = zip(jtu.tree_leaves(value), before, strict=True)

@@ -39,6 +39,7 @@ def check_spec(
             remedy=f"Write {len(shape)} entries, or apply the rule to fewer leaves",
             **where,
         )
+        # The entries that have a dimension are still checked: one report has all mistakes.
         spec_entries = spec_entries[: len(shape)]
     first_dims: dict[str, int] = {}
     for dim, entry in enumerate(spec_entries):
@@ -214,6 +215,7 @@ def idle_patterns(calls: Iterable[RuleCall]) -> Iterator[Finding]:
     for call in every_call:
         if type(call.rule) in types:
             groups = equal_calls.setdefault(_rule_hash(call.rule), [])
+            # Equal hashes may belong to different rules, and rules without one all have 0: equality decides.
             group = next((group for group in groups if group[0].rule is call.rule or group[0].rule == call.rule), None)
             if group is None:
                 groups.append([call])

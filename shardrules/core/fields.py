@@ -72,6 +72,7 @@ def read_bytes(name: str, value: float | str) -> int:
     if not isinstance(value, str):
         return byte_count(name)(value)
     match = _BYTES.fullmatch(value)
+    # The pattern has no sign: a negative number would be reported as a wrong unit.
     if value.strip().startswith("-"):
         raise ConfigError(f"{name} must be a number of bytes, 0 or more; got {value!r}")
     if match is None or match[2] not in _UNITS:
@@ -81,6 +82,7 @@ def read_bytes(name: str, value: float | str) -> int:
             f"{name} must be a number of bytes, or a string like '80GB' with one of {', '.join(_UNITS)}; got "
             f"{value!r}{near}"
         )
+    # A Decimal keeps the digits that a float would round.
     count = Decimal(match[1]) * _UNITS[match[2]]
     return byte_count(name)(int(count) if count < 2**64 else math.inf)
 

@@ -61,6 +61,7 @@ class Finding:
     source: str = ""
 
     def __str__(self) -> str:
+        # Every text may come from a stranger's file, so each goes through `printable`.
         count = f" x{self.count}" if self.count > 1 else ""
         shape = "" if self.shape is None else f" {shape_text(self.shape)}"
         path = printable(self.path) or "the tree"
@@ -101,6 +102,7 @@ def common_path(first: str, second: str) -> str:
     """Returns the path of both, with `*` where they differ: `layers/*/norms/1`."""
     if first == second:
         return first
+    # The shorter path is filled up: a name that it lacks differs from any other.
     pairs = itertools.zip_longest(first.split("/"), second.split("/"))
     return "/".join(a if a == b else _common_name(a or "", b or "") for a, b in pairs)
 

@@ -114,9 +114,11 @@ class _Part:
 
     def then(self, other: "_Part") -> "_Part":
         """Both, one after the other."""
+        # A character that the first may go on with and the second may begin with can go to either: the border is open.
         is_open = bool(self.ends & other.first)
         # A single letter, small or capital, stands in few places of a path: `.*` before it has few ends.
         is_letter = other.is_fixed and len(other.first) <= 2
+        # The beginning is certain only as far as all before it has a fixed length.
         if self.is_fixed:
             lead = self.lead + (() if self.lead and other.is_empty else other.lead)
         else:
@@ -132,6 +134,7 @@ class _Part:
 
     def repeated(self, least: int, most: float, is_possessive: bool) -> "_Part":
         """This part, `least` to `most` times; a possessive repetition has one end."""
+        # A round may go on with what the next one begins with: the text does not say where rounds meet.
         is_again = bool(self.ends & self.first)
         is_open = (self.is_ambiguous or is_again) and not is_possessive
         rounds = int(min(most, MANY_ROUNDS)) if is_open else 1
@@ -141,6 +144,7 @@ class _Part:
             is_fixed=False,
             is_empty=self.is_empty or not least,
             is_ambiguous=is_open,
+            # Each round may be open by itself, so the ways multiply: many rounds count as unbounded.
             repeats=rounds * (self.repeats + (is_open and is_again)) if rounds < MANY_ROUNDS else MOST_REPEATS + 1,
         )
 
@@ -149,6 +153,7 @@ def _either(parts: Sequence[_Part]) -> _Part:
     """Alternatives, of which the characters of a path choose one, or which are tried in turn."""
     if len(parts) == 1:
         return parts[0]
+    # A single place at which they share no character is enough to tell two alternatives apart.
     is_certain = all(
         any(map(frozenset[str].isdisjoint, part.lead, other.lead)) for part, other in itertools.combinations(parts, 2)
     )
@@ -163,6 +168,7 @@ def _either(parts: Sequence[_Part]) -> _Part:
 
 
 def _read(tokens: Iterable[re.Match[str]], flags: int) -> _Part:
+    # One item for each open group, the whole pattern first: its opening, and its alternatives so far as lists of parts.
     groups: list[tuple[str, list[list[_Part]]]] = [("", [[]])]
 
     def end() -> _Part:
@@ -170,6 +176,7 @@ def _read(tokens: Iterable[re.Match[str]], flags: int) -> _Part:
         part = _either([functools.reduce(_Part.then, parts, _Part()) for parts in alternatives])
         if opening.startswith(("(?=", "(?!", "(?<=", "(?<!")):
             return _Part(repeats=part.repeats)  # takes no character
+        # An atomic group never gives back what it matched: from outside there is one way to match it.
         return attrs.evolve(part, ends=frozenset(), is_ambiguous=False) if opening == "(?>" else part
 
     for token in tokens:
@@ -187,6 +194,7 @@ def _read(tokens: Iterable[re.Match[str]], flags: int) -> _Part:
         elif kind == "zero":
             alternatives[-1].append(_Part())
         elif kind == "reference":
+            # The text that a reference repeats is not known here, so any character may begin it.
             alternatives[-1].append(_Part((frozenset(_SAMPLE),), is_fixed=False))
         else:
             alternatives[-1].append(_Part((_characters(token[0], flags),), is_empty=False))

@@ -297,9 +297,12 @@ class LeafShardingRule(LeavesShardingRule):
         for leaf in leaves.items:
             try:
                 decisions.append(self.decide(leaf))
+            # A leaf that cannot be decided is recorded: the others are decided, and all are reported together.
             except RuleError as error:
                 decisions.append(undecided(error))
             except Exception as error:
+                # Any other exception is a mistake in the rule. It goes on to the caller, with the rule and the leaf in
+                # a note.
                 name_rule(error, self, f" for {leaf.path or 'the tree'} {shape_text(leaf.shape)}")
                 raise
         return Verdict(tuple(decisions))

@@ -116,6 +116,8 @@ class Survey:
         if self.path_style == "attr":
             return tuple([leaf.path for leaf in self.kinds])
         first: dict[int, str] = {}
+        # Paths are those of arrays alone, in the order of the tree, so the first of a kind is the path of its first
+        # leaf.
         arrays = (kind for kind in self.kind_of if kind != _STATIC)
         for kind, path in zip(arrays, self.in_attr_style().paths(), strict=True):
             first.setdefault(kind, path)
@@ -245,6 +247,7 @@ def _mesh_of(leaves: list[Any], box: type | None) -> AnyMesh | None:
         shardings = [getattr(value, "sharding", None) for value in values]
     mesh: AnyMesh | None = None
     for sharding in filter(None, shardings):
+        # Nearly all arrays share one mesh object, so identity settles most of them.
         if not isinstance(sharding, NamedSharding) or sharding.mesh is mesh:
             continue
         if mesh is not None and sharding.mesh != mesh:
@@ -290,6 +293,7 @@ def _survey_leaves(
         leaf_mesh = _mesh_of(flat, box)
         mesh = in_force if leaf_mesh is None else leaf_mesh
     walker = _Walker(codes, code_arrays, mesh, reads_index, path_style, box_type() if box is None else None)
+    # A tree that is a single array has no container to walk.
     if treedef.num_nodes > 1:
         root: Any = walker.walk(tree, treedef, 0, "", "")
     else:

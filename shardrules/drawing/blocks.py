@@ -109,6 +109,7 @@ class _Drawing:
             if row is None or column is None:
                 yield Words(corner[0] + sheet.cell_width / 2, corner[1] + sheet.cell_height / 2 + 4, "…", "middle")
                 continue
+            # An array of one dim has no rows, and a number has neither: the index is cut to its dims.
             index = (*outer_index, row, column)[-len(self.blocks.dims) :] if self.blocks.dims else ()
             yield self._box(self.blocks.block(index), corner, sheet)
         for j, column in enumerate(sheet.columns if len(sheet.columns) > 1 else ()):
@@ -132,6 +133,7 @@ class _Drawing:
         replicated = len(block.devices) > 1
         title = f"{bounds}: on device{'s' * replicated} {devices}"
         label = f"all {len(block.devices)} devices" if whole and replicated else devices
+        # A label that does not fit names one device, and the title has all.
         if label_width(label) > sheet.cell_width:
             label = f"{block.devices[0]} +{len(block.devices) - 1}"
         return Box(*corner, sheet.cell_width, sheet.cell_height, self._colour(block), label, title)

@@ -71,6 +71,7 @@ def _plan_picture(plan: ShardingPlan) -> Picture:
     amounts = [device_bytes[kind] for kind in kind_indices]
     colours = spec_colours([specs[kind] for kind in kind_indices], amounts)
     largest = sorted(range(len(paths)), key=lambda index: -amounts[index])
+    # The largest are drawn, in the order of the tree again; the others are one box.
     drawn, rest = sorted(largest[:_MOST_DRAWN]), largest[_MOST_DRAWN:]
     drawn_paths, drawn_amounts = [printable(paths[index]) for index in drawn], [amounts[index] for index in drawn]
     drawn_titles = [f"{path}: {titles[kind_indices[index]]}" for path, index in zip(drawn_paths, drawn, strict=True)]

@@ -86,6 +86,7 @@ def create_mesh(
     fast_axes = (fast_axes,) if isinstance(fast_axes, str) else tuple(fast_axes)
     if isinstance(axis_dims, AbstractMesh):
         axis_types = axis_dims.axis_types if axis_types is None else axis_types
+        # A mesh without devices goes the way of its text, and is checked like one.
         axis_dims = mesh_text(axis_dims)
     names, requested = _axes(axis_dims, axis_names)
     array = _as_array(_backend_devices(backend) if devices is None else devices)
@@ -103,6 +104,7 @@ def create_mesh(
         source = "devices" if array.ndim == 1 else "np.ravel(devices)"
         sizes = resolve_sizes(requested, names, len(flat), source=source, placed=_is_placed_by_user(infos))
     types = normalize_axis_types(axis_types, names)
+    # Devices that the user put in their places stay there: options of a layout have nothing to decide.
     if devices is not None and _is_in_place(array, isinstance(devices, np.ndarray), sizes, infos):
         for option, is_passed in (("dcn_mesh_dims", dcn_mesh_dims is not None), ("use_jax", use_jax)):
             if is_passed:
@@ -121,6 +123,7 @@ def create_mesh(
             allow_split_physical_axes=allow_split_physical_axes,
         )
     if use_jax:
+        # The layout is computed all the same: it says whether one fast network joins the devices.
         if layout.granule is not None or dcn_mesh_dims is not None:
             raise MeshError(
                 "use_jax=True needs devices of one slice and one process, or the processes of one torus, and no "
@@ -164,6 +167,7 @@ def _backend_sizes(
     try:
         return resolve_sizes(requested, names, len(infos), source=source, placed=_is_placed_by_user(infos))
     except MeshError as error:
+        # The remedy helps on CPUs alone, and only if there are too few of them.
         least = math.prod(size for size in requested if size != -1)
         if not infos or infos[0].platform != "cpu" or least <= len(infos):
             raise
@@ -281,6 +285,7 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
     """
     if not isinstance(axis_dims, str):
         raise MeshError(f"axis_dims must be a string such as 'dp:2,tp:-1', got {axis_dims!r}")
+    # `rpartition` leaves the name empty where a part is only a size, so both forms are read alike.
     pairs = [part.rpartition(":") for part in axis_dims.split(",")]
     names = [name.strip() for name in names]
     used = [name.strip() for name, _, _ in pairs] if ":" in axis_dims else list(names)

@@ -199,6 +199,7 @@ def _requested_outer(
     if requested.count(-1) > 1:
         raise MeshError(f"Only one -1 is supported in dcn_mesh_dims. Got {requested}. {remedy}")
     product = math.prod(part for part in requested if part != -1)
+    # The remainder of this division is not lost: the product of the filled sizes differs from the count.
     filled = tuple(count // product if part == -1 else part for part in requested)
     if math.prod(filled) != count:
         raise MeshError(f"dcn_mesh_dims product {product} must equal {count}; got {requested}. {remedy}")

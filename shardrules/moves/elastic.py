@@ -60,6 +60,7 @@ def surviving_mesh(mesh: Mesh, alive: Iterable[Any], axis: str, *, divides: int 
     # Devices of broken rows first, in the order of the mesh, then spare ones.
     candidates = [*mesh.devices.flat, *sorted(living, key=lambda device: device.id)]
     spare = [device for device in dict.fromkeys(candidates) if device in living and device not in used]
+    # Rows of neighbours come first: mixed ones are made only of what is left.
     near, mixed = _new_rows(spare, rows[0].size)
     possible = len(intact) + len(near) + len(mixed)
     # The largest size that fits, and divides what it must.

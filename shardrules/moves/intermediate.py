@@ -117,6 +117,7 @@ def _find(in_sharding: Any, out_sharding: Any, ndim: int | None) -> _Intermediat
     intermediates = [(replicas, _lay_out(in_sharding, source, replicas)) for replicas in choices]
     if len(intermediates) == 1:
         return intermediates[0][1]
+    # The coarsest grid whose cells no part of the array cuts: costs are counted in cells.
     grid = tuple(map(math.lcm, old_parts, new_parts))
 
     def rank_choice(choice: tuple[dict[str, int], _Intermediate]) -> Any:
@@ -384,6 +385,7 @@ def _reshard(
         direct = index not in intermediates
         key = tuple(boxes_of(sources[index], values[index].shape)) if direct else intermediates[index].sharding.mesh
         groups.setdefault(key, []).append(index)
+    # Arrays of a tree may share buffers, so uses are counted by buffer and not by array.
     users = Counter(name for index in arrays for name in buffers_of(values[index]))
     result = list(values)
     for group in groups.values():
@@ -400,6 +402,7 @@ def _reshard(
                     part.delete()
                 moved = send(gathered, new_shardings, donate=True)
             else:
+                # A batch is donated as a whole, and only if this is the last use of every array in it.
                 moved = send(parts, new_shardings, donate=len(last) == len(parts))
             for index, array in zip(batch, moved, strict=True):
                 result[index] = array

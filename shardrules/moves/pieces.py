@@ -63,6 +63,7 @@ def _sends_whole_shards(schedule: Schedule) -> bool:
     """Returns whether shards are sent uncut. Between processes only small ones are: receivers send what they get."""
     old_boxes = [schedule.source.get(piece.sender, ()) for piece in schedule.pieces]
     whole = all(
+        # A relay has received exactly what it sends, so only other pieces are compared with old boxes.
         (piece.relayed or old_box == piece.box) and piece.box == schedule.target[piece.receiver]
         for piece, old_box in zip(schedule.pieces, old_boxes, strict=True)
     )
@@ -88,6 +89,7 @@ class Mover:
         new_shards: list[Shards] = []
         rest = list(arrays)
         while rest:
+            # Batches are powers of two, so that programs are compiled for few numbers of arrays.
             count = min(_launch_arrays(self.schedule), 1 << (len(rest).bit_length() - 1))
             batch, rest = rest[:count], rest[count:]
             new_shards += (self._move_in_steps if self._steps else self._move_whole)(batch, dtype)
@@ -149,6 +151,7 @@ class Mover:
 def _steps(schedule: Schedule) -> tuple["_Step", ...]:
     if _sends_whole_shards(schedule):
         return ()
+    # Relays send what they have received, so their phase comes second.
     phases = ([piece for piece in schedule.pieces if piece.relayed == relayed] for relayed in (False, True))
     return tuple(_Step.of(schedule, each_round) for phase in phases for each_round in rounds(schedule, phase))
 
@@ -168,6 +171,7 @@ class _Step:
     def of(cls, schedule: Schedule, step_round: Round) -> "_Step":
         source, target = tuple(schedule.source), tuple(schedule.target)
         relayed = step_round.pieces[0].relayed
+        # A relay sends from its new box, every other sender from its old one.
         senders = target if relayed else source
         sender_index = {device: index for index, device in enumerate(senders)}
         receiver_index = {device: index for index, device in enumerate(target)}
@@ -290,6 +294,7 @@ def _send(arrays: Sequence[Shards], pieces: Sequence[Piece], shape: tuple[int, .
     if local:
         data = [shards[piece.sender] for shards in arrays for piece in local]
         shardings = [SingleDeviceSharding(piece.receiver) for piece in local] * len(arrays)
+        # A piece may stay on its device, where the new array must not share memory with the old one.
         copies = iter(device_put(data, shardings, may_alias=False))
         for received in result:
             received.update({piece.receiver: next(copies) for piece in local})
@@ -311,6 +316,7 @@ def _exchange(
     """Transfers between processes: all that take part run one program, on the devices that send or receive."""
     involved = dict.fromkeys(device for piece in pieces for device in (piece.sender, piece.receiver))
     devices = tuple(sorted(involved, key=lambda device: device.id))
+    # Every process walks through all rounds, and runs only the programs that its devices take part in.
     if not _local(devices):
         return [{} for _ in arrays]
     senders = [piece.sender for piece in pieces]

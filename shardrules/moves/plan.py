@@ -164,6 +164,7 @@ class ReshardPlan:
     def peak_bytes(self) -> dict[int, int]:
         """The most that each device holds at any moment of the move, by its id: the arrays that have not moved yet,
         those that have, and what is in flight. It is an upper bound."""
+        # Arrays between batches, and what the moves of a schedule take beside them while they run.
         live: dict[int, int] = {}
         staging: dict[int, int] = {}
         for move, count in _count_equal(self.moves):
@@ -179,6 +180,7 @@ class ReshardPlan:
             # Moves of a batch run one after the other, so only the largest staging counts.
             most = max(staging[id(self.moves[index].schedule)] for index in batch)
             for device in dict.fromkeys((*leaving, *arriving)):
+                # A batch arrives before anything of it is freed.
                 peak[device] = max(peak.get(device, 0), live.get(device, 0) + arriving.get(device, 0) + most)
             _add(live, arriving, 1)
             if self.donate:

@@ -121,6 +121,7 @@ def prepare(
     moves: list[LeafMove] = []
     shards: list[Mapping[Any, jax.Array]] = []
     for index, (value, sharding) in enumerate(zip(destination.values, destination.shardings, strict=True)):
+        # A leaf without a sharding is no array, unless it was refused: then what else is wrong with it is listed, too.
         if sharding is None and not (index in refused and isinstance(value, jax.Array)):
             continue
         own_problems = list(_problems(value, None if index in refused else sharding, alive))
@@ -161,6 +162,7 @@ def _numbers_to_arrays(tree: Any, shardings: How) -> tuple[Any, list[tuple[int, 
     if isinstance(shardings, ShardingRule | ShardingPlan):
         return tree, problems
     for index, leaf in enumerate(leaves):
+        # A bool is an int in Python; numbers of numpy have a dtype of their own, and are arrays already.
         if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool | np.generic):
             number_type = next(each for each in (int, float, complex) if isinstance(leaf, each))
             dtype = device_dtype(np.dtype(number_type))
@@ -170,6 +172,7 @@ def _numbers_to_arrays(tree: Any, shardings: How) -> tuple[Any, list[tuple[int, 
                 why = f"{leaf} is too large for {dtype}"
                 remedy = "Turn on jax_enable_x64, or leave it out of the tree"
                 problems.append((index, Finding("error", "overflow", why, "", remedy)))
+                # The zero keeps the tree whole, so that everything else that is wrong with it is found as well.
                 leaves[index] = np.zeros((), dtype)
     return share_variables(treedef.unflatten(leaves), shared_leaves(tree)), problems
 
@@ -188,6 +191,7 @@ def _check_entries(tree: Any, shardings: How, caller: str, *, has_mesh: bool) ->
         for path, value, part in parts
         if not isinstance(value, Sharding | jax.Device)
         and not (has_mesh and is_entry(value))
+        # An entry above no array places nothing, so it cannot be wrong.
         and any(array_kind(leaf) is not None for leaf in jax.tree.leaves(part))
     ]
     if wrong:
@@ -217,6 +221,7 @@ def _problems(value: Any, sharding: Sharding | None, alive: Collection[Any] | No
     def problem(code: str, message: str, remedy: str) -> Finding:
         return Finding("error", code, message, "", remedy, shape)
 
+    # A deleted array has nothing else to check.
     if is_deleted(value, alive):
         yield attrs.evolve(_DELETED, shape=shape)
         return

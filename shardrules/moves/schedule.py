@@ -118,6 +118,7 @@ def _sum_pieces(schedule: "Schedule") -> Sums:
         relayed_bytes += size * piece.relayed
         sent[piece.sender] = sent.get(piece.sender, 0) + size
         received[piece.receiver] = received.get(piece.receiver, 0) + size
+    # A move where every device has its new box already changes only the sharding.
     same = all(schedule.source.get(device) == box for device, box in schedule.target.items())
     route = "alias" if same else "local" if not count else "relayed" if relayed_bytes else "direct"
     new_bytes = max(map(schedule.box_bytes, dict.fromkeys(schedule.target.values())), default=0)
@@ -229,6 +230,8 @@ def _deliver(
         if receiver in senders:
             yield Piece(part, receiver, receiver)
             continue
+        # Near senders come first, then a receiver of the same network that has the part, then any; the least busy of
+        # them.
         near = [sender for sender in senders if names[sender] == names[receiver]]
         relays = [] if near else fetched.setdefault(names[receiver], [])
         sender = min(near or relays or senders, key=lambda device: load.get(device, 0))
@@ -299,6 +302,7 @@ def _cut(schedule: Schedule, box: Box, limit: int) -> Iterator[Box]:
         return
     dim = shape.index(max(shape))
     start, stop = box[dim]
+    # Halves of nearly equal sizes have few shapes, each of which is a round of its own.
     middle = (start + stop) // 2
     for half in ((start, middle), (middle, stop)):
         yield from _cut(schedule, (*box[:dim], half, *box[dim + 1 :]), limit)

@@ -79,6 +79,7 @@ def split_by_mesh_axis(
     values, treedef = jax.tree.flatten(arrays)
     mesh, problems = _common_mesh(values)
     findings = _axis_findings(mesh, mesh_axis) if values else [_EMPTY]
+    # A size that is unknown leaves the bounds half checked, and the error is raised all the same.
     size = None if mesh is None or findings else mesh.shape[mesh_axis]
     bounds, why = _bounds(mesh_axis_indices_or_sections, size)
     if why:
@@ -161,6 +162,7 @@ def _split(array: jax.Array, mesh_axis: str, meshes: Sequence[Mesh]) -> list[jax
     shards = {shard.device: shard.data for shard in array.addressable_shards}
     dim = _dim(array, mesh_axis)
     sizes = [mesh.shape[mesh_axis] for mesh in meshes]
+    # An array that is not split over the axis keeps its shape in every part.
     lengths = [0 if dim is None else array.shape[dim] // sum(sizes) * size for size in sizes]
     return [_from_shards(array, dim, length, mesh, shards) for length, mesh in zip(lengths, meshes, strict=True)]
 
@@ -206,6 +208,7 @@ def _bounds(sections: Any, size: int | None) -> tuple[tuple[int, ...], str]:
         if count < 1 or (size is not None and size % count):
             axis = "an axis" if size is None else f"an axis of size {size}"
             return (), f"{axis} cannot be cut into {count} equal parts"
+        # The step of a range may not be 0: without a size it is 1.
         return tuple(range(0, (size or 0) + 1, (size or count) // count)), ""
     is_list = isinstance(sections, Sequence) or (isinstance(sections, np.ndarray) and sections.ndim == 1)
     inner = [_integer(index) for index in sections] if is_list and not isinstance(sections, str | bytes) else [None]
@@ -235,6 +238,7 @@ def _common_mesh(values: Sequence[Any]) -> tuple[Mesh | None, list[_LeafProblem]
     for leaf_index, value in enumerate(values):
         mesh, findings = _leaf_mesh(value)
         problems += [(leaf_index, finding) for finding in findings]
+        # The first mesh that is found is the one that all later arrays are compared with.
         first = mesh if first is None else first
         if mesh is not None and mesh != first:
             why = f"it is on the mesh {_full_mesh_text(mesh)}, and earlier arrays are on {_full_mesh_text(first)}"
@@ -363,5 +367,6 @@ def _error(caller: str, findings: Sequence[Finding], problems: Sequence[_LeafPro
     paths = leaf_paths(tree) if problems else ()
     listed = [*findings, *(attrs.evolve(finding, path=paths[leaf_index]) for leaf_index, finding in problems)]
     classes = [_ERRORS.get(finding.code, TreeError) for finding in listed]
+    # The order of the classes decides, and not the order of what was found.
     error_class = next(each for each in (UnknownAxisError, MeshError, TreeError) if each in classes)
     return error_class(f"{caller}:\n{listing(merged(listed))}")

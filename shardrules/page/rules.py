@@ -64,6 +64,7 @@ def _broken(node: ast.AST, depth: int) -> str:
         ]
         begin, end = "{", "}"
     else:
+        # Other nodes have no parts to break at: they stay in one line, however long.
         return text
     lines = "".join(f"\n{' ' * inner}{part}," for part in parts)
     return f"{begin}{lines}\n{' ' * (inner - _INDENT)}{end}"

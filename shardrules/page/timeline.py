@@ -51,7 +51,9 @@ def _lanes(row: str, timeline: Timeline) -> list[tuple[str, list[Event]]]:
     if row != PROGRAM:
         return [(row, sorted(events, key=lambda event: event.start))]
     lanes: list[list[Event]] = []
+    # Of two that begin together the longer one is outside.
     for event in sorted(events, key=lambda event: (event.start, -event.seconds)):
+        # Times are sums of floats: the tolerance is a billionth of the step.
         free = [lane for lane in lanes if lane[-1].end <= event.start + 1e-9 * timeline.seconds]
         outside = [lane for lane in lanes if lane[-1].end > event.start + 1e-9 * timeline.seconds]
         # Below everything that it is inside of.

@@ -97,6 +97,7 @@ def _distinct(values: list[Any]) -> list[Any]:
 
 
 def _plan_lines(fingerprints: list[str], details: list[dict[str, Any]]) -> list[str]:
+    # The first process that has a fingerprint speaks for all that share its plan.
     first_processes = map(fingerprints.index, fingerprints)
     plans = {process: ShardingPlan.from_json(details[process]["plan"]) for process in first_processes}
     lines: list[str] = []

@@ -159,6 +159,7 @@ def _placement(value: Any, mesh: AnyMesh, spec: PartitionSpec, memory: str | Non
             f"{caller}: outside of jit arrays are placed, and {mesh_text(mesh)} is the shape of a mesh, without devices"
         )
     current = value.sharding if isinstance(value, jax.Array) else None
+    # Outside of jit nothing chooses for an UNCONSTRAINED dim: it stays as it is split now.
     if UNCONSTRAINED in entries(spec):
         present = PartitionSpec()
         if isinstance(current, NamedSharding) and current.mesh.axis_names == mesh.axis_names:
@@ -244,6 +245,7 @@ def _error(
     if "indivisible" in codes:
         lines.append("    -> JAX would weaken this silently. indivisible='drop' keeps what divides, and warns")
     text = "\n".join(lines)
+    # The class is the narrowest that is true of all problems.
     if all(code == "indivisible" for code in codes):
         return IndivisibleError(text)
     return UnknownAxisError(text) if all(code == "unknown-axis" for code in codes) else SpecError(text)

@@ -200,6 +200,7 @@ def _as_sharding(shape: tuple[int, ...], entry: Any, mesh: AnyMesh | None) -> tu
             sharding, problems = entry, _errors(shape, entry.spec, entry.mesh)
         case Sharding():
             sharding, problems = entry, []
+            # Other shardings have no spec to check, and JAX itself knows what they divide.
             try:
                 entry.shard_shape(shape)
             except ValueError as error:

@@ -59,6 +59,7 @@ def _replicated(arrays: list[jax.Array]) -> list[jax.Array]:
             raise MeshError(f"filter_gather: an array over several processes has no mesh: {array.sharding}")
         groups.setdefault(array.sharding.mesh, []).append(index)
     result = list(arrays)
+    # Groups are in the order of the leaves, so that all processes run the same programs one after the other.
     for mesh, indices in groups.items():
         whole = NamedSharding(mesh, PartitionSpec())
         moved = jit(lambda group: group, out_shardings=whole)([arrays[index] for index in indices])

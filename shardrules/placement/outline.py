@@ -331,6 +331,7 @@ def _as_function(
     eqns = [jaxpr.eqns[index] for index in eqn_indices]
     used = {var: None for eqn in eqns for var in eqn.invars if not isinstance(var, Literal)}
     used.update(dict.fromkeys(var for var in outputs if not isinstance(var, Literal)))
+    # A constant that is not used would stay in memory as long as the program.
     consts = [var for var in fixed if var in used]
     part = jaxpr.replace(constvars=consts, invars=list(inputs), outvars=list(outputs), eqns=eqns)
     return jaxpr_as_fun(ClosedJaxpr(part, [fixed[var] for var in consts]))

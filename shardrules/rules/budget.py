@@ -97,6 +97,7 @@ def choose(groups: Sequence[LeafGroup], budget_bytes: int) -> tuple[tuple[int, .
     ladder = _Ladder.of(fronts, scale=sum(weights) * leaves + 1)
     # Sums of bytes move in multiples of the greatest common divisor: a budget rounded down to one makes bounds tight.
     unit = math.gcd(*(way.extra_bytes for front in fronts for way in front)) or 1
+    # Bytes beyond the largest options of all leaves cannot be spent.
     spare = min(spare, sum(group.count * front[-1].extra_bytes for group, front in zip(groups, fronts, strict=True)))
     spare -= spare % unit
 
@@ -137,6 +138,7 @@ def _pareto_front(group: LeafGroup, weight: int) -> tuple[_Way, ...]:
         for index, option in enumerate(group.options)
     ]
     front: list[_Way] = []
+    # In the order of bytes, an option is worth its bytes only if it costs less than all before it.
     for way in sorted(ways, key=lambda way: (way.extra_bytes, way.cost)):
         if not front or way.cost < front[-1].cost:
             front.append(way)
@@ -186,6 +188,7 @@ class _Ladder:
     @classmethod
     def of(cls, fronts: Sequence[tuple[_Way, ...]], scale: int) -> Self:
         """Sorts the upgrades. Equal ones of earlier groups come first."""
+        # Along a hull each upgrade saves less per byte than the one before, so sorting keeps those of a group in order.
         rungs = [(index, old, new) for index, front in enumerate(fronts) for old, new in pairwise(_hull(front, scale))]
         rungs.sort(key=lambda rung: _saved_per_byte(rung[1], rung[2], scale), reverse=True)
         base = [(front[0].cost, front[0].tie) for front in fronts]

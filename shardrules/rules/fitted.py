@@ -40,6 +40,7 @@ class FittedShardingRule(LeavesShardingRule):
         """Returns the inner rule's decisions for `leaves`, fitted."""
         verdict, missing = self._decide_inside(leaves)
         fitted = [_fit(leaf, decision) for leaf, decision in zip(leaves.items, verdict.decisions, strict=True)]
+        # An axis that a decision lost has its finding there; the rest are axes that the rule only asked for.
         reported = dict.fromkeys(finding.axis for decision in fitted for finding in decision.findings)
         findings = [_missing_axis(name, leaves.items[0]) for name in missing if name not in reported]
         return Verdict(tuple(fitted), (*verdict.findings, *findings))
@@ -92,6 +93,7 @@ def _fit(leaf: Leaf, decision: Decision) -> Decision:
         if entry is UNCONSTRAINED or entry == before[dim]:
             kept.append(entry)
             continue
+        # Axes that the mesh lacks go first, so that the others of the entry may still split the dim.
         available = tuple(name for name in entry if name in leaf.sizes)
         fits = divisible_prefix(available, leaf.shape[dim], leaf.sizes)
         kept.append(fits)
@@ -100,6 +102,7 @@ def _fit(leaf: Leaf, decision: Decision) -> Decision:
         return decision
     reason = f"{decision.reason}; fitted from {spec_repr(decision.spec)}"
     all_findings = (*decision.findings, *findings)
+    # A spec that fitting empties is no opinion, and later rules may decide. A `P()` of the rule itself stays.
     if all(entry == () for entry in kept) and not all(entry == () for entry in requested):
         return Decision(None, f"{reason}, which leaves nothing", None, all_findings)
     return Decision(make_spec(tuple(kept)), reason, decision.rule, all_findings)

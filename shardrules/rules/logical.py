@@ -100,6 +100,7 @@ class LogicalShardingRule(LeafShardingRule):
         for logical_name, axis in self.mapping:
             names = () if axis is None else axis_tuple(axis)
             for dim in [dim for dim, name in open_dims.items() if name == logical_name]:
+                # A pair whose axis is used is passed over: a later pair of the same name may have a free one.
                 if not any(name in owner or name in leaf.used_axes for name in names):
                     entries[dim] = names
                     owner.update(dict.fromkeys(names, logical_name))

@@ -177,10 +177,12 @@ def _choices(leaf: Leaf, axes: Sequence[Axis]) -> Iterator[_Choice]:
         entries = list(old_entries)
         pairs = list(zip(axes, dim_of_axis, strict=True))
         names = [name for axis, dim in pairs if dim is not None for name in axis_tuple(axis)]
+        # An axis may occur alone and in a tuple of axes, and can split only one dim.
         if not names or len(dict.fromkeys(names)) < len(names):
             continue
         for dim in dims:
             on_dim = [name for axis, other in pairs if other == dim for name in axis_tuple(axis)]
+            # The axes of one dim follow the order of the mesh, in whatever order they were tried.
             entries[dim] = tuple(sorted(on_dim, key=axis_order.index))
         dim_parts = [math.prod(leaf.sizes[name] for name in entries[dim]) for dim in dims]
         if any(leaf.shape[dim] % part_count for dim, part_count in zip(dims, dim_parts, strict=True)):

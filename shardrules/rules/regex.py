@@ -245,6 +245,7 @@ class RegexShardingRule(LeavesShardingRule):
             return {pattern for pattern in patterns if any(map(matchers[pattern], paths))}
         open_patterns = set(patterns)
         for path in paths:
+            # A pattern is tried until the first path that it matches, and no longer.
             candidates = [candidate for candidate in index.candidates(path) if candidate in open_patterns]
             open_patterns.difference_update(candidate for candidate in candidates if matchers[candidate](path))
         return {pattern for pattern in patterns if pattern not in open_patterns}

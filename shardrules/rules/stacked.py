@@ -78,6 +78,7 @@ class StackedShardingRule(LeavesShardingRule):
     def _stack(self, leaf: Leaf, leading: Entries, decision: Decision) -> Decision:
         findings = tuple([self._stack_finding(finding, leaf) for finding in decision.findings])
         decision = attrs.evolve(decision, findings=findings) if findings else decision
+        # No opinion about a layer stays none, unless the stack itself is split.
         if decision.spec is None and self.axis is None:
             return decision
         inner = () if decision.spec is None else entries(decision.spec)

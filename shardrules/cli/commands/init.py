@@ -50,6 +50,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.optimizer is not None:
             optimizer_state(args.optimizer, model.tree)
         text, specs = guess_rules(name, whole, str(GOLDEN), args.optimizer)
+        # The plan is made from the text as it is written, so that the golden plan is what a check will find.
         plan = _plan_as_written(text, specs, model, mesh)
     subject = [name, "--rules", str(RULES)]
     texts = {

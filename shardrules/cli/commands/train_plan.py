@@ -42,6 +42,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    # NaN is above nothing, so only the negation refuses it.
     if not args.time_limit > 0:
         raise UsageError(f"--time-limit must be a number of seconds above 0, got {args.time_limit}")
     if args.prove < 0 or any(count is not None and count < 1 for count in (args.microbatches, args.stages)):

@@ -60,6 +60,7 @@ def axis_roles(sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
     words = {name: name.lower().removesuffix("_parallel").removesuffix("_axis") for name in sizes}
     roles = {name: next((role for role, names in _ROLES.items() if word in names), "") for name, word in words.items()}
     unknown = [name for name, role in roles.items() if not role]
+    # Links are fastest along the last axis of a mesh, and splitting features sends most.
     if unknown and len(sizes) > 1 and "tensor" not in roles.values():
         roles[unknown[-1]] = "tensor"
     return {role: tuple(name for name in sizes if (roles[name] or "data") == role) for role in _ROLES}
@@ -96,6 +97,7 @@ class _Layer:
     def of(path: str) -> "_Layer":
         parts = path.split("/")
         names = [part for part in parts if not part.isdecimal()]
+        # A wrapper is no parameter: `kernel/value` is a kernel.
         if len(names) > 1 and names[-1] in _WRAPPERS and names[-2].lower() in _PARAMETERS:
             names.pop()
         parameter = names.pop().lower() if len(names) > 1 and names[-1].lower() in _PARAMETERS else ""
@@ -150,6 +152,7 @@ class Guesser:
         for leaf, count in zip(leaves, counts, strict=True):
             for size in leaf.shape[_is_stacked(leaf.path, stacked) :] if leaf.ndim > 1 else ():
                 dims[size] += count
+        # Of sizes that are as frequent the smallest is the width: widened dims are larger.
         width = max(dims, key=lambda size: (dims[size], -size), default=0)
         matrix_bytes = [leaf.nbytes for leaf in leaves if leaf.ndim > 1]
         largest = max(matrix_bytes or [leaf.nbytes for leaf in leaves], default=0)
@@ -167,6 +170,7 @@ class Guesser:
         """Returns how one array is split."""
         first = int(_is_stacked(leaf.path, self.stacked))
         dims = range(first, leaf.ndim)
+        # The size of a stack is that of its layers, not of all of them together.
         layer_bytes = leaf.nbytes / leaf.shape[0] if first else leaf.nbytes
         is_vector = len(dims) == 1 and self.width > 0
         if not dims or layer_bytes < (SMALL_BYTES if is_vector else self.small_bytes):
@@ -180,6 +184,7 @@ class Guesser:
         if has_experts:
             label = f"Experts, {label[0].lower()}{label[1:]}"
             split.put(self.roles["expert"], [dims[0]])
+        # Sorting is stable, so of equal dims the first comes first.
         rest = [dim for dim in sorted(dims, key=lambda dim: -leaf.shape[dim]) if dim not in (*features, *others)]
         if label == CONVOLUTION:
             rest = []  # of a window of 3 x 3 no device needs a part
@@ -232,6 +237,7 @@ def _inputs_first(pairs: Sequence[tuple[_Layer, Leaf]], width: int) -> bool:
             and not layer.parameter
             and (leaf.shape[-2] == width) != (leaf.shape[-1] == width)
         ):
+            # A layer that widens has the width on the side of its inputs, and one that narrows on the other side.
             votes += 1 if (leaf.shape[-2] == width) != layer.narrows else -1
     return votes >= 0
 
@@ -251,6 +257,7 @@ class _Split:
         """Adds axes to the first of `dims` that they divide, together or else one by one."""
         order = list(dict.fromkeys(dims))
         axes = tuple(axis for axis in axes if not any(axis in entry for entry in self.entries))
+        # All axes on one dim leave the others whole; one by one they may still fit.
         if axes and not self._put_together(axes, order) and len(axes) > 1:
             for axis in axes:
                 self._put_together((axis,), order)

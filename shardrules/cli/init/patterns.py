@@ -100,6 +100,7 @@ def _merged(endings: Mapping[tuple[str, ...], Sequence[int]], back: int) -> dict
     merged: dict[tuple[str, ...], Sequence[int]] = {}
     for group in alike.values():
         remaining = iter(group)
+        # Packs keep the order of the group, so their members are taken one after the other.
         for pack in _packs(parts[-back:][0] for parts in group):
             members = [next(remaining) for _ in pack]
             first = members[0]

@@ -60,6 +60,7 @@ def same_arrays(first: Survey, second: Survey) -> bool:
         second.treedef is not None
         and first.treedef == second.treedef
         and all(
+            # A negative kind is a leaf that is no array: it has no shape, and only has to be in the same place.
             (a < 0) == (b < 0) and (a < 0 or first.kinds[a].shape == second.kinds[b].shape)
             for a, b in zip(first.kind_of, second.kind_of, strict=True)
         )

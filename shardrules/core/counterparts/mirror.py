@@ -55,6 +55,7 @@ def mirror_leaves(
     decisions: list[Decision] = []
     for leaf, path in zip(leaves, paths, strict=True):
         names = [name for name, tree in trees.items() if _fits(path, tree)] if leaf.ndim and path in shorter else []
+        # Several trees may fit, such as a generator and its discriminator, each with other specs: none is guessed.
         if len(names) == 1:
             decision = _mirror_leaf(leaf, path, trees[names[0]], tree_homes[names[0]])
             decisions.append(attrs.evolve(decision, reason=f"{decision.reason}, below {names[0]!r}"))
@@ -210,10 +211,12 @@ def _resized(
     planned_entries = entries(spec, len(shape))
     sources: dict[int, int] = {}
     for dim, size in enumerate(leaf_shape):
+        # Sizes of 1 are everywhere, so they say nothing about the dim that they come from.
         planned_dims = [planned_dim for planned_dim, planned_size in enumerate(shape) if planned_size == size > 1]
         same_dim = [dim] if len(shape) == len(leaf_shape) and dim in planned_dims else []
         counted = [int(field)] if field.isdecimal() and int(field) in planned_dims else []
         choices = same_dim or counted or planned_dims
+        # A dim of the planned leaf serves once: its axis can split only one dim.
         if len(choices) == 1 and choices[0] not in sources.values():
             sources[dim] = choices[0]
     resized = make_spec(

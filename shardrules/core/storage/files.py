@@ -20,6 +20,7 @@ def as_path(path: Any, caller: str) -> Path:
     """Returns a string or path as a `Path`; anything else is a `ConfigTypeError`."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise ConfigTypeError(f"{caller}: expected the path of a file, got {shown(path)}")
+    # Both are refused here, before a call to the system: null characters, and text that the file system cannot encode.
     try:
         if b"\0" in os.fsencode(path):
             raise ValueError("it has a null character")
@@ -51,10 +52,12 @@ def read_text(file: Path) -> str:
             raise ConfigError(f"{file} is a folder, not a file")
         with FileIO(_opened(file)) as handle:
             size = os.fstat(handle.fileno()).st_size
+            # A pipe has size 0 here, and is read to its end.
             if size > _MOST_BYTES:
                 raise ConfigError(
                     f"{file} has {bytes_text(size)}, too much for a text file (at most {bytes_text(_MOST_BYTES)})"
                 )
+            # Some editors put a byte order mark first, which is no part of the text.
             return handle.readall().decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(missing_file(file)) from None

@@ -119,6 +119,7 @@ def record(kind: Any, value: Any, name: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in parts:
             return None
+        # A union that only adds `None` has one other part.
         (other,) = [part for part in parts if part is not type(None)]
         return record(other, value, name)
     if origin is tuple:

@@ -42,6 +42,7 @@ def _axes_in(tree: Any) -> Iterator[str]:
             yield from _axes_in(child)
     elif tree is not None:
         leaves = jax.tree.leaves(tree)
+        # A leaf flattens to itself: asking about its leaves again would never end.
         if len(leaves) == 1 and leaves[0] is tree:
             raise SpecError(
                 f"get_names_from_partition_spec reads PartitionSpecs, got {type(tree).__name__} {tree!r:.80}"

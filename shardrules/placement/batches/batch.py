@@ -139,6 +139,7 @@ class Placer:
 
     def place(self, batch: LocalBatch) -> Any:
         """Returns the whole batch; what other processes have is theirs to place."""
+        # Nearly all batches have the same shapes: what they have in common is planned once.
         key = batch.treedef, batch.kinds
         if self._planned is None or self._planned[:2] != key:
             shapes = self._global_shapes(batch)
@@ -221,6 +222,7 @@ def agree(batch: LocalBatch | None, timeout: float, error: BaseException | None 
         if batch is not None and None not in digests and len(dict.fromkeys(digests)) > 1:
             details = exchange(json.dumps(batch.shapes), f"{_STEP}: how they differ", CALLER, timeout)
             raise DisagreementError(_difference([json.loads(str(text)) for text in details])) from error
+        # A process that failed raises its own error below; the others get one that lists all failures.
         if error is None:
             _check_states(answers)
     if error is not None:
@@ -234,6 +236,7 @@ def _check_states(answers: list[list[str | None]]) -> None:
     if failed:
         raise DisagreementError(f"{CALLER}: other processes failed to make their part of the batch:{''.join(failed)}")
     ended = [str(process) for process, (digest, _) in enumerate(answers) if digest is None]
+    # Batches may end on all processes at once. If they end on some, the others would wait for those for ever.
     if 0 < len(ended) < len(answers):
         raise DisagreementError(
             f"{CALLER}: process {', '.join(ended)} of {len(answers)} has no more batches, and the others have; give "

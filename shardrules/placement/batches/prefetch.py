@@ -186,6 +186,7 @@ def _next_item(batches: Iterator[Any], placer: Placer) -> _Item:
         batch = LocalBatch.of(local)
     except Exception as error:  # noqa: BLE001  as above
         return _Item(error=error)
+    # This error keeps the batch: processes compare their parts before any of them raises.
     try:
         return _Item(batch, placer.place(batch))
     except Exception as error:  # noqa: BLE001  as above

@@ -34,6 +34,7 @@ def as_array(value: Any) -> Any:
         return Finding("error", "masked", "arrays of JAX have no mask, and this one would be lost", "", remedy)
     if why := _not_local(value):
         return Finding("error", "not-local", why, "", "Pass this process's part as a numpy array", value.shape)
+    # A number of numpy is checked for its range, and stays the number that it is.
     if isinstance(value, np.number):
         array = _narrowed(np.asarray(value))
         return array if isinstance(array, Finding) else value
@@ -44,6 +45,7 @@ def as_array(value: Any) -> Any:
         kind = None if array is None else array_kind(array)
     except Exception as error:  # noqa: BLE001  other libraries' values raise errors of their own
         return _not_array(value, f"it cannot be read: {type(error).__name__}: {printable(str(error))}")
+    # A function is no mistake, as a field of a module may be one; anything else in a batch probably is.
     if array is None:
         return value if callable(value) else _not_array(value, "it has neither __array__ nor __dlpack__")
     if kind is None or (isinstance(array, np.ndarray) and array.dtype.char in "gG"):  # floats of 80 bits
@@ -81,6 +83,7 @@ def _narrowed(array: np.ndarray) -> np.ndarray | Finding:
     dtype = device_dtype(array.dtype.newbyteorder("="))
     if array.dtype == dtype:
         return array
+    # Casts of integers wrap and casts of floats give infinity, both without a word, so both are looked for.
     fits = True
     if array.size and dtype.kind in "iu":
         limits = np.iinfo(dtype)

@@ -53,6 +53,7 @@ class FlatCall:
         """Yields a name for each array: `"argument 0, w"`."""
         named = {"the function": self.fn}
         named |= {f"argument {n}": arg for n, arg in enumerate(self.args)}
+        # Names are sorted, since JAX flattens a dictionary in that order.
         named |= {f"argument {name!r}": self.kwargs[name] for name in sorted(self.kwargs)}
         for name, part in named.items():
             for path, leaf in zip(leaf_paths(part), jax.tree.leaves(part), strict=True):
@@ -169,6 +170,7 @@ def check_same_call(call: FlatCall, lowered_for: FlatCall) -> None:
     structures = [(each.treedef, each.static.keys(), each.shared) for each in (call, lowered_for)]
     if structures[0] != structures[1]:
         raise TreeError("filter_jit: the arguments differ in structure from those that the function was lowered for")
+    # The structures are equal here, so both calls have the same indices.
     different = [
         f"{value!r:.60} instead of {lowered_for.static[index]!r:.60}"
         for index, value in call.static.items()

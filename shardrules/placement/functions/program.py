@@ -140,6 +140,7 @@ def _all_on_mesh(values: Sequence[Any], old: AnyMesh | None, new: AnyMesh | None
         for index, value in enumerate(values)
         if isinstance(value, jax.Array | jax.ShapeDtypeStruct)
     }
+    # A sharding that is not on `old` comes back as the same object, and its array is left alone.
     return put_some(values, {index: after for index, (before, after) in shardings.items() if after is not before})
 
 
@@ -158,6 +159,7 @@ def _add_hint(error: Exception, meshes: Meshes) -> None:
         return
     note_closure(error, "filter_jit")
     axis_types = dict(zip(meshes.inside.axis_names, meshes.inside.axis_types, strict=True))
+    # Such errors have no class of their own: the words of the message are all that tells them apart.
     explicit = [name for name, axis_type in axis_types.items() if axis_type == AxisType.Explicit]
     if explicit and any(word in str(error) for word in ("sharding", *explicit)):
         error.add_note(
@@ -210,6 +212,7 @@ def _raise_misplaced(
         for array, path, expected in zip(arrays, call.array_paths(), shardings, strict=True)
         if expected is not None
         and isinstance(array, jax.Array)
+        # An array that is not committed goes wherever a program wants it.
         and array.committed
         and not array.sharding.is_equivalent_to(expected, array.ndim)
     ]

@@ -258,6 +258,7 @@ class _Mapping:
         # JAX reads them before there is a result: what is wrong whatever is returned, is refused here.
         sizes, problems = mesh_sizes(self.mesh), []
         for index, spec in enumerate(jax.tree.leaves(specs, is_leaf=is_entry)):
+            # A shard of size 1 along each dim stands for any: only what is wrong at every size is an error.
             shard = (1,) * len(spec.partitions) if isinstance(spec, PartitionSpec) else ()
             problems += [(index, finding) for finding in self._errors(_joined(shard, spec, sizes), spec)]
         refuse_leaves(f"{_CALLER}, out_specs", specs, problems)
@@ -388,5 +389,6 @@ def _joined(shape: tuple[int, ...], spec: Any, sizes: Mapping[str, int]) -> tupl
     """Returns the shape of a whole array from the shape of a shard; axes that the mesh lacks do not split it."""
     if not isinstance(spec, PartitionSpec) or UNCONSTRAINED in spec.partitions:
         return shape
+    # A spec may be shorter or longer than the shape: missing counts are 1, and what is too long is cut.
     parts = (math.prod(sizes.get(name, 1) for name in entry) for entry in entries(spec))
     return tuple(size * count for size, count in itertools.zip_longest(shape, parts, fillvalue=1))[: len(shape)]

@@ -62,6 +62,7 @@ def match_partition_rules(
         if spec is None:
             unmatched[kind_index] = None
             spec = PartitionSpec()
+        # Small arrays come after the search: one that no pattern matches is reported all the same.
         if strict:
             spec = PartitionSpec() if leaf.size < min_size else trim(spec, leaf.ndim)
         specs.append(spec)

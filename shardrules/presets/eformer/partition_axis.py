@@ -438,6 +438,7 @@ class PartitionAxis(AxisMeanings):
         """
         entry = RegisteredAxis(semantic_axis, axis_rule, generation_axis_rule)
         others = tuple(other for other in self.registered if other.name != semantic_axis)
+        # The fields hold mesh axes: a logical axis of that name would hide one.
         exists = len(others) < len(self.registered) or semantic_axis in (*_NAMES, *self._field_axes())
         if exists and not override:
             meaning = _as_entry(self._expand(semantic_axis, MODE_TRAIN))

@@ -50,10 +50,12 @@ def tensor_names(path: Any, rename: Mapping[str, str] | None = None) -> Callable
 
     def name_of(leaf_path: str) -> Name:
         renamed = leaf_path
+        # Each word sees the result of those before it. A backslash in a name would otherwise refer to a group.
         for word, name in words:
             renamed = word.sub(name.replace("\\", r"\\"), renamed)
         parts = re.split(r"[./]", renamed)
         tied = [_EMBEDDING if part == _HEAD else part for part in parts]
+        # A head of its own comes first: only a file without one has it tied to the embedding.
         for candidate in (parts, tied):
             for prefix in _PREFIXES:
                 name = _lookup(tree, [*(prefix.split(".") if prefix else []), *candidate])
@@ -70,6 +72,7 @@ def _lookup(node: Mapping[str, Any], parts: Sequence[str]) -> Name:
         return node.get(".")
     if parts[0] in node:
         return _lookup(node[parts[0]], parts[1:])
+    # A node of layers has their indices and nothing else; any other node that lacks the name is a dead end.
     layers = [node[str(index)] for index in range(len(node)) if str(index) in node]
     if not layers or len(layers) < len(node):
         return None

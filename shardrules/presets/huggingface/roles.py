@@ -96,15 +96,19 @@ def read_path(path: str, roles: Mapping[str, Role]) -> Parameter:
     """
     segments = path.replace("/", ".").split(".")
     stacks = [index for index, name in enumerate(segments) if name in _STACKS]
+    # Without an index behind the last stack, its experts are one array. A slice past the end is empty, and no index.
     is_stacked = bool(stacks) and not "".join(segments[stacks[-1] + 1 : stacks[-1] + 2]).isdecimal()
     names = [name for name in segments if not name.isdecimal() and name not in _WRAPPERS]
+    # The innermost module says most, so names are tried from the end.
     for last in range(len(names) - 1, max(len(names) - 1 - _NAMES, -1), -1):
         rest = ".".join(names[last + 1 :]) or "weight"
         suffix = _SUFFIX.search(names[last]) if last == len(names) - 1 else None
         parent = names[last - 1] if last else ""
+        # A name is tried as it is before a suffix is cut from it: `down_proj_blocks`.
         readings = [(names[last], rest), *([(names[last][: suffix.start()], suffix[1])] if suffix else [])]
         for name, parameter_name in readings:
             qualified = f"{parent}.{name}"
+            # The caller's table precedes `ROLES`, and in each of them a name with its parent precedes the name alone.
             role: Role | None = next(
                 (table[key] for table in (roles, ROLES) for key in (qualified, name) if key in table), None
             )

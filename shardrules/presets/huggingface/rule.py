@@ -173,6 +173,7 @@ def _query_sizes(parameters: Sequence[tuple[Parameter, Leaf]]) -> dict[str, int]
 
 def _orders(parameters: Sequence[tuple[Parameter, Leaf]]) -> tuple[bool, bool]:
     """Returns whether the matrices of GPT-2, and the packed ones of GPTQ and AWQ, are (in, out)."""
+    # The module `c_fc` widens, so its smaller size is that of the inputs: GPT-2 has them first.
     wide = [leaf.shape[-2:] for parameter, leaf in parameters if parameter.module == "c_fc" and leaf.ndim > 1]
     return bool(wide) and wide[0][0] < wide[0][1], any(parameter.name == "qweight" for parameter, _ in parameters)
 
@@ -192,6 +193,7 @@ class _Layout:
 
     def decide(self, leaf: Leaf, parameter: Parameter) -> Decision:
         role = parameter.role
+        # A large array of an unknown name is left open, and shows in the plan; a small vector may be replicated.
         if role is None and (leaf.ndim > 1 or leaf.nbytes >= LARGE_BYTES):
             return leaf.skip("not a name of a Hugging Face checkpoint")
         is_vector = leaf.ndim <= 1 or parameter.is_vector
@@ -238,6 +240,7 @@ class _Layout:
         tensor, role = self.tensor, parameter.role
         if tensor is None or role == "whole":
             return None, None
+        # Experts divide first: then a shard has whole experts, and nothing inside of them is split.
         if dims.expert is not None and leaf.fits(dims.expert, tensor):
             return dims.expert, None
         preferred, other = (dims.inputs, dims.outputs) if role == "rows" else (dims.outputs, dims.inputs)
@@ -251,8 +254,10 @@ class _Layout:
             return None, None  # the bias of keys that are whole
         else:
             finding = None
+        # The other dim is second choice: it saves the same bytes.
         fitting = [dim for dim in (preferred, other) if dim is not None and leaf.fits(dim, tensor)]
         dim = fitting[0] if fitting else None
+        # A small array, or a dim that an earlier rule split, is not worth a warning.
         if dim != preferred and leaf.nbytes >= LARGE_BYTES and leaf.entries[preferred] == ():
             finding = self._misfit(leaf, parameter, preferred, dim)
         return dim, finding
@@ -269,6 +274,7 @@ class _Layout:
         if is_kv and outputs % parts and (head_dim is None or outputs % head_dim):
             why = f"{what}, {outputs} outputs, do not divide over {tensor!r} of size {parts}, so they are whole on it"
             return _warning(leaf, "whole-heads", why, f"Use a size of {tensor!r} that divides them", dim, tensor)
+        # Without the size of a head only grouped keys and values are suspect: they have few heads.
         if head_dim is None or outputs % head_dim:
             if not is_grouped or outputs % (parts * _USUAL_HEAD_DIM) == 0:
                 return None
@@ -304,10 +310,12 @@ class _Layout:
         rest = _decided(leaf, decision)
         matrix = [dim for dim in (dims.outputs, dims.inputs) if dim is not None]
         others = [dim for dim in range(-leaf.ndim, 0) if dim not in matrix]
+        # The matrix comes first, the larger dim before the smaller; a stack of layers is split only if neither fits.
         order = [*sorted(matrix, key=lambda dim: -leaf.shape[dim]), *sorted(others, key=lambda dim: -leaf.shape[dim])]
         for dim in order:
             if rest.fits(dim, fsdp):
                 return rest.shard(dim, fsdp), f"FSDP over {fsdp!r}"
+        # No other dim is left, so the one of the tensor axis is split further.
         if tensor_dim is not None and tensor is not None:
             both = (*axis_tuple(tensor), *axis_tuple(fsdp))
             if base.fits(tensor_dim, both):

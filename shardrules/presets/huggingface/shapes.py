@@ -49,6 +49,7 @@ class _Config:
 
     def size(self, *names: str) -> int:
         """Returns the first of the named sizes that is there; a `CheckpointError` says which is missing."""
+        # The defaults of a model type count only where the configuration has none of the names.
         for table in (self.values, _DEFAULTS.get(str(self.values.get("model_type")), {})):
             for name in names:
                 value = table.get(name)
@@ -218,6 +219,7 @@ def checkpoint_shapes(
         raise CheckpointError(f"the shapes of tensors quantized by {method!r} do not follow from it")
     names = list(names)
     sizes = _sizes_of(_Config(config), names, quantization if method == "fp8" else None)
+    # Scales beside a weight are tensors of their own, and are counted like the others.
     count = sum(_BITS[dtype] * math.prod(shape) // 8 for dtype, shape in sizes.values())
     least, most = _HEADER_BYTES
     surplus = 0 if total_bytes is None else total_bytes - count

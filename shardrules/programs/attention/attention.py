@@ -104,6 +104,7 @@ class _Call:
                 f"sharded_attention: axis={self.axis!r} needs a mesh. Set one, `with jax.set_mesh(mesh):`, or leave "
                 "axis to a plan"
             )
+        # Segments are compared with shapes, so those have to be sound first.
         problems = self._shape_problems() or self._segment_problems()
         if not isinstance(self.causal, bool):
             problems.append(f"causal must be True or False, got {self.causal!r:.60}")
@@ -133,6 +134,7 @@ class _Call:
     def _shape_problems(self) -> list[str]:
         q, k, v = self.q, self.k, self.v
         shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+        # All that follows indexes four dims.
         if not q.ndim == k.ndim == v.ndim == 4:
             return [f"q, k and v must be [batch, length, heads, width], got {shapes}"]
         problems = []
@@ -142,6 +144,7 @@ class _Call:
             problems.append(f"q and k must have the same batch and width, got {shapes}")
         if not k.shape[2] or q.shape[2] % k.shape[2]:
             problems.append(f"{q.shape[2]} heads of q must be a multiple of the {k.shape[2]} of k")
+        # The type of `causal` is checked later, so it may be anything here.
         if self.causal is True and q.shape[1] != k.shape[1]:
             problems.append(
                 f"causal attention needs as many keys as queries, got {shapes}; for a cache of keys pass causal=False, "
@@ -193,8 +196,10 @@ class _Call:
         return head_repeats(self.k.shape[2], self.q.shape[2] // self.k.shape[2], self._devices)
 
     def run(self) -> Any:
+        # Empty arrays have no softmax: no kernel is asked about them.
         if not self.q.size or not self.k.size:
             return jnp.zeros_like(self.q)
+        # Inside of a `shard_map` arrays are shards already.
         if self._axis_names and AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
             return self._run_on_shards()
         q_segments, kv_segments = self.segments or (None, None)
@@ -224,6 +229,8 @@ class _Call:
         batch, length, heads, width = q.shape
         kv_heads = self.k.shape[2]
         if self._is_explicit:
+            # A reshape on an Explicit mesh cannot cut a split dim: axes are given up until the rest divides the heads
+            # of keys.
             entry = tuple(jax.typeof(q).sharding.spec)[2]
             names = axis_tuple(entry or ())
             kept = names

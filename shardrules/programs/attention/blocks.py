@@ -54,6 +54,7 @@ def attend(kernel: Kernel, queries: Queries, keys: Keys, *, is_causal: bool, how
     )
     if log_sum_exp is None:
         raise SplitError(f"sharded_attention: {no_log_sum_exp(kernel, how)}")
+    # Kernels mask by large negative numbers: rows without keys must have no weight at all.
     log_sum_exp = jnp.where(log_sum_exp <= MASKED, -jnp.inf, log_sum_exp)
     return Rows(out.astype(log_sum_exp.dtype), log_sum_exp)
 
@@ -64,6 +65,7 @@ def merge(rows: Rows, block: Rows) -> Rows:
     largest = jnp.where(largest <= MASKED, 0, largest)  # minus infinity less itself is no number
     weight, block_weight = jnp.exp(rows.log_sum_exp - largest), jnp.exp(block.log_sum_exp - largest)
     total = weight + block_weight
+    # Rows without keys in either block have no weight to divide by, and stay zeros.
     divisor = jnp.where(total == 0, 1, total)
     out = (weight / divisor)[..., None] * rows.out + (block_weight / divisor)[..., None] * block.out
     return Rows(out, jnp.where(total == 0, -jnp.inf, largest + jnp.log(divisor)))
@@ -81,6 +83,7 @@ def block_gradients(
     # The merged output is the mean of the blocks' outputs, weighed by these.
     is_empty = (block.log_sum_exp <= MASKED) | (merged.log_sum_exp <= MASKED)
     weight = jnp.exp(jnp.where(is_empty, -jnp.inf, block.log_sum_exp - merged.log_sum_exp))
+    # The weight of a block grows with its log-sum-exp, which moves the mean towards its own output.
     cotangents = Rows(
         weight[..., None] * cotangent,
         weight * jnp.sum(cotangent * (block.out - merged.out), axis=-1),

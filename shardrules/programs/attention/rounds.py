@@ -38,6 +38,7 @@ class Rounds:
                 self.kernel, take(queries, part.queries), take(keys, part.keys), is_causal=False, how=self.how
             )
             if part.is_attended is not None:
+                # The block is computed all the same, and merged without weight: all devices run one program.
                 block = jax.tree.map(functools.partial(jnp.where, part.is_attended), block, Rows(0.0, -jnp.inf))
             whole = Rows(put(block.out, part.queries, 0), put(block.log_sum_exp, part.queries, -jnp.inf))
             rows = merge(rows, whole)

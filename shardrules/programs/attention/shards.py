@@ -28,6 +28,7 @@ def attention_by_ring(
     queries, keys = _operands(q, k, v, segments)
     if axis_name is None or lax.axis_size(axis_name) == 1:
         return _attend_whole(as_kernel(kernel), queries, keys, is_causal=causal).reshape(q.shape)
+    # In order, the last device would attend to the most keys: halves from both ends even that out.
     rounds = Rounds("ring", as_kernel(kernel), axis_name, causal, causal and q.shape[1] % 2 == 0)
     if rounds.is_zigzag:
         queries, keys = to_zigzag((queries, keys), axis_name)
@@ -43,6 +44,7 @@ def attention_by_gather(
     if axis_name is None or lax.axis_size(axis_name) == 1:
         return _attend_whole(as_kernel(kernel), queries, keys, is_causal=causal).reshape(q.shape)
     keys = gather(keys, axis_name)
+    # Without a mask the gathered keys are one call of the kernel, which then needs no log-sum-exp.
     if not causal:
         return _attend_whole(as_kernel(kernel), queries, keys, is_causal=False).reshape(q.shape)
     rounds = Rounds("gather", as_kernel(kernel), axis_name, True, q.shape[1] % 2 == 0)
@@ -65,10 +67,12 @@ def attention_by_all_to_all(
         raise SplitError(uneven_heads(q.shape[2] * q.shape[3], lax.axis_size(axis_name), axis_name))
     batch, length, kv_heads, groups, width = q.shape
     grouped = q.reshape(batch, length, kv_heads * repeats, groups // repeats, width)
+    # Heads of keys are repeated until the devices divide them, and groups of queries get as many times smaller.
     all_q, all_k, all_v = (
         lax.all_to_all(array, axis_name, split_axis=2, concat_axis=1, tiled=True)
         for array in (grouped, jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2))
     )
+    # Segments have no heads: each device needs those of the whole sequence.
     queries, keys = _operands(all_q, all_k, all_v, gather(segments, axis_name))
     out = _attend_whole(as_kernel(kernel), queries, keys, is_causal=causal).reshape(all_q.shape)
     return lax.all_to_all(out, axis_name, split_axis=1, concat_axis=2, tiled=True).reshape(q.shape)

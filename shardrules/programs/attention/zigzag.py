@@ -32,6 +32,7 @@ def parts_of(index: Any, source: Any, *, is_causal: bool, is_zigzag: bool) -> tu
     is_earlier = source < index
     if not is_zigzag:
         return (Pairing(None, None, is_earlier),)
+    # Late queries meet early keys. The other pair is early or late on both sides, by which device comes first.
     return Pairing(False, True), Pairing(is_earlier, is_earlier)
 
 
@@ -46,6 +47,7 @@ def put(array: Any, half: Half, fill: Any) -> Any:
     """A half among elements `fill` for the other: what `take` takes."""
     if half is None:
         return array
+    # Halves are put side by side: a traced choice has no slice to write to.
     other = jnp.full_like(array, fill)
     return jnp.concatenate([_either(half, array, other), _either(half, other, array)], axis=1)
 
@@ -62,6 +64,7 @@ def to_zigzag(tree: Any, axis_name: Sequence[str]) -> Any:
     is_even = lax.axis_index(axis_name) % 2 == 0
 
     def move(array: Any) -> Any:
+        # Each half goes by its own permutation: a device sends one half by each, and receives one.
         halves = jnp.split(array, 2, axis=1)
         from_even, from_odd = (
             lax.ppermute(half, axis_name, pairs) for half, pairs in zip(halves, (even, odd), strict=True)

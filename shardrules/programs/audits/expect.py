@@ -179,6 +179,7 @@ class _Limit:
         for name, count in self.counts:
             is_runs, is_maximum = name.endswith("runs"), name.startswith("max_")
             actual, unit = (runs, "run") if is_runs else (wire_bytes, "wire byte")
+            # A maximum may stay unmet; any other number has to be met exactly.
             if actual > count or (actual < count and not is_maximum):
                 yield actual > count, f"{'at most ' * is_maximum}{_count(count, unit)} expected, {actual:,} found"
 
@@ -282,6 +283,7 @@ def _parse_counts(value: object, problems: list[str]) -> Iterator[tuple[str, int
     for name, count in value.items() if isinstance(value, Mapping) else [("runs", value)]:
         if name not in _LIMITS:
             problems.append(f"unknown limit {name!r}{suggest(str(name), _LIMITS)}; the limits are {', '.join(_LIMITS)}")
+        # A bool is an integer in Python, and a mistake here.
         elif isinstance(count, bool) or not isinstance(count, numbers.Integral) or count < 0:
             problems.append(f"{name} must be an integer, 0 or more; got {count!r}")
         else:

@@ -187,6 +187,7 @@ def totals(collectives: Iterable[Collective], key: Callable[[Collective], _Key])
         )
         for name, group in groups.items()
     }
+    # Keys break ties, so that equal costs have the same order everywhere.
     return dict(sorted(sums.items(), key=lambda item: (-item[1].wire_bytes, item[0])))
 
 

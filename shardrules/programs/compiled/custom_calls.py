@@ -148,6 +148,7 @@ def _library_cost(computation: Computation, instruction: Instruction) -> CallCos
     if target.startswith("__cudnn$fmha"):
         return _cudnn_attention(target, config, operands[0])
     if target == "__onednn$matmul":
+        # The left matrix may be stored transposed: then it is contracted along its first dim behind the batch.
         transposed = config.get("onednn_matmul_config", {}).get("transpose_a", False)
         batch = range(len(operands[0].shape) - 2)
         return _of(dot_product(operands[0], operands[1], [len(batch) + (not transposed)], [len(batch)], batch))

@@ -118,6 +118,7 @@ def uncounted_kernels(program: CompiledProgram, facts: KernelFacts = _NO_FACTS) 
         if cost is None
         and (may_be_matmul(instruction) or is_black_box(instruction))
         and "callback" not in instruction.custom_call_target
+        # A call without a single matrix multiplies none.
         and any(len(operand.shape) > 1 for operand in computation.operand_types(instruction))
     )
 
@@ -168,6 +169,7 @@ def _precision(instruction: Instruction) -> str:
     if instruction.op == "custom-call":
         config = find_config(instruction.backend_config, "precision_config") or {}
         printed = str(config.get("operand_precision", "")).lower()
+    # An algorithm overrides the precisions. Of those the first that is not the default counts for both operands.
     requested = [word for word in re.findall(r"\w+", printed) if word != "default"]
     return instruction.attributes.get("algorithm") or (requested[0] if requested else "default")
 

@@ -206,6 +206,7 @@ class Flow:
     def _before_loop(self, value: Value) -> Value | None:
         """The initial value of an element of a loop's state that no round changes; `None` for any other value."""
         calls = self.callers[value.computation]
+        # A computation with several callers has several origins, and no single value before a loop.
         if self._instruction(value).op != "parameter" or len(calls) != 1 or calls[0].role not in LOOP_ROLES:
             return None
         loop = calls[0].instruction

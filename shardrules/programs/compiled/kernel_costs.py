@@ -60,6 +60,7 @@ class KernelCost:
 
     def amounts(self, operands: Iterable[ArrayType]) -> tuple[int, int | None]:
         """The FLOPs and the bytes of a kernel with these operands; `None` for the bytes of its arrays."""
+        # Operands without bits are tokens, which the author of a kernel does not see.
         shapes = [jax.ShapeDtypeStruct(operand.shape, _dtype(operand.dtype)) for operand in operands if operand.bits]
         problems: list[str] = []
         flops = _evaluate(self.flops, "flops", shapes, problems)

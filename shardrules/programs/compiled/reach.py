@@ -63,6 +63,7 @@ class Topology:
 
     def chip_devices(self, groups: Groups) -> int:
         """Returns how many devices of a group share a chip at most; 1 without a torus."""
+        # Coordinates repeat from slice to slice: only with the granule they are those of one chip.
         positions = ([(self.granules[device], self.coords[device]) for device in group] for group in groups)
         return max((max(Counter(group).values()) for group in positions if group and group[0][1]), default=1)
 

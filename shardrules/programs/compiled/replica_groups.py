@@ -52,6 +52,7 @@ def read_groups(text: str, device_count: int) -> Groups:
     groups = tuple(tuple(map(int, inside.split(","))) for inside in _LIST.findall(text))
     if groups:
         return groups
+    # Braces around nothing are one group of all; any other text without a list is an error.
     if text.strip("{} "):
         raise _not_groups(text)
     return (tuple(range(device_count)),)

@@ -170,6 +170,7 @@ class Computation:
         if not pairs:
             raise ProgramTextError(f"computation {name!r} is empty")
         roots = [instruction.name for instruction, is_root in pairs if is_root]
+        # A computation without a marked root returns its last instruction.
         return cls(name, tuple(instruction for instruction, _ in pairs), roots[0] if roots else pairs[-1][0].name)
 
 

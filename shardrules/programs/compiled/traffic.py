@@ -84,6 +84,7 @@ def written_bytes(program: CompiledProgram, computation: Computation, instructio
     if instruction.op.endswith("-start"):
         types = result_types(computation, instruction)
     if _WITH_SCRATCH.match(instruction.custom_call_target) and len(types) > 1:
+        # Scratch memory is bytes in one dim, behind the results; a single result is never scratch.
         is_bytes = types[-1].dtype in ("s8", "u8") and len(types[-1].shape) == 1
         types = types[:-1] if is_bytes else types
     return _bytes(types)
@@ -259,6 +260,7 @@ class Fusion:
                 instruction.op == "convert" and _contains(array, computation.by_name[operand].types[0])
             )
             source = Value(computation.name, operand) if is_same else self.program.flow.source(value)
+            # A parameter of the fusion itself is in memory, and its maker outside of the kernel.
             if source is None or (instruction.op == "parameter" and computation is self.top):
                 return value
             value = source

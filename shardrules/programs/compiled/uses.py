@@ -84,6 +84,7 @@ def _steps(program: CompiledProgram, value: Value, passes_on: Callable[[Instruct
             continue  # the result comes out of a copy of the collective where it ends
         if user.op == "get-tuple-element":
             index = int(user.attributes["index"])
+            # An index of `None` is the whole tuple: each of its elements has a part of the value.
             if value.index in (None, index):
                 yield Value(computation.name, user.name)
         elif user.op in ("tuple", "fusion", "call", LOOP, "async-start"):

@@ -93,6 +93,7 @@ class Arguments:
             raise plan_error("the jitted function has other shardings than the call requests", problems)
         arrays = list(self.arrays)
         for index, sharding in shardings.items():
+            # The kind of memory stays as the call has it, unless the jitted function names another.
             memory = requested_memory(sharding) or arrays[index].memory
             arrays[index] = attrs.evolve(arrays[index], spec=sharding.spec, memory=memory)
         return attrs.evolve(self, arrays=tuple(arrays))

@@ -57,6 +57,7 @@ def follow_arguments(program: ClosedJaxpr) -> tuple[dict[int, list[Constraint]],
 
 def _collect(program: Jaxpr, bits: Sequence[int], constraints: dict[int, list[Constraint]]) -> list[int]:
     """Adds the constraints of a program whose operands depend on `bits`; returns what its results depend on."""
+    # Bits say which arguments a value depends on; literals and constants depend on none.
     depends = dict(zip(map(id, program.invars), bits, strict=True))
     for equation in program.eqns:
         operands = [depends.get(id(value), 0) for value in equation.invars]
@@ -69,6 +70,7 @@ def _collect(program: Jaxpr, bits: Sequence[int], constraints: dict[int, list[Co
         call = InlinedCall.of(equation)
         if call is not None:
             results = _collect(open_jaxpr(call.jaxpr), [operands[index] for index in call.operands], constraints)
+        # Inside of loops and branches each operand counts as depending on all: rounds may mix them.
         for jaxpr in map(open_jaxpr, () if call is not None else programs_in(equation)):
             _collect(jaxpr, [everything] * len(jaxpr.invars), constraints)
         depends |= dict(zip(map(id, equation.outvars), results, strict=True))

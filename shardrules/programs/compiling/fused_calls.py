@@ -43,6 +43,7 @@ def fused_matmul(equation: Any) -> Matmul | None:
         (contracted, _), (batch_dims, _) = equation.params["dimension_numbers"]
         left, result = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
         inner, batch = (math.prod(left[dim] for dim in dims) for dims in (contracted, batch_dims))
+        # An empty array has factors of 0, and would be divided by one.
         rows = math.prod(left) // max(1, inner * batch)
         columns = math.prod(result) // max(1, batch * rows)
         return _matmul(equation, "xla.scaled_dot", (Product(batch, rows, columns, inner),))

@@ -39,6 +39,7 @@ def _kernel_calls(program: ClosedJaxpr | Jaxpr, constants: Mapping[Any, np.ndarr
             continue
         # Carries and rows of arrays change from round to round.
         everything = tuple(range(len(values)))
+        # Other programs inside are taken to have the operands of their equation, in the same order.
         bodies = bodies_of(equation) or [Body(each, everything, len(values)) for each in programs_in(equation)]
         for body in bodies:
             fixed = [values[index] for index in body.operands[: body.fixed_count]]

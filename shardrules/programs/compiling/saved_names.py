@@ -144,6 +144,7 @@ def _parts(value: Any) -> Iterator[Any]:
     else:
         fields = getattr(value, "__slots__", ())
         yield getattr(value, "__dict__", {})
+        # A class may write its only slot as a string.
         yield [getattr(value, name, None) for name in ((fields,) if isinstance(fields, str) else fields)]
         yield type(value).__dict__.get("__call__")
 

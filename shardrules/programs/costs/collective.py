@@ -210,11 +210,13 @@ def _measured(tables: list[CollectiveTimes], wire_bytes: float, size: int, hardw
     high = [table for table in tables if table.group_size >= size][:1] or tables[-1:]
     waiting, sending = zip(*(_table_times(table, wire_bytes, hardware) for table in (*low, *high)), strict=True)
     first, last = low[0].group_size, high[0].group_size
+    # Groups are mostly measured at doubled sizes, which are evenly spaced in the logarithm.
     part = math.log(size / first) / math.log(last / first) if last > first else 0.0
     latency = waiting[0] + part * (waiting[1] - waiting[0])
     if size > tables[-1].group_size and len(tables) > 1:
         before = tables[-2]
         slope = (tables[-1].seconds[0] - before.seconds[0]) / math.log(tables[-1].group_size / before.group_size)
+        # A larger group never waits less, whatever noise says.
         latency += max(0.0, slope) * math.log(size / tables[-1].group_size)
     return CollectiveCost(sending[0] + part * (sending[1] - sending[0]), 0.0, latency)
 
@@ -229,8 +231,10 @@ def _table_times(table: CollectiveTimes, wire_bytes: float, hardware: Hardware) 
     if index == 0:
         total = latency
     elif index == len(sizes):
+        # Beyond the largest size the rate is that of the largest.
         total = seconds[-1] * payload / sizes[-1]
     else:
+        # Between two sizes the time follows a power of the bytes: a straight line in logarithms.
         part = math.log(payload / sizes[index - 1]) / math.log(sizes[index] / sizes[index - 1])
         total = seconds[index - 1] * (seconds[index] / seconds[index - 1]) ** part
     # Up to the smallest size that was measured all is waiting. More than that is sending, faster over faster links: as

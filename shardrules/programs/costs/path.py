@@ -54,6 +54,7 @@ def repeated(path: PathPart | None, since: float, now: float, shift: float) -> P
     while path is not None and path.start >= now:
         later.append(path)
         path = path.before
+    # A part under way now is cut in two: the inserted rounds come between.
     if path is not None and path.end > now:
         later.append(attrs.evolve(path, start=now))
         path = attrs.evolve(path, end=now)

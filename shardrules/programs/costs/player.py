@@ -265,6 +265,7 @@ class Player:
         title, last = f"{count:,} more round{'s' * (count > 1)}", shares[-1][0]
         for row in (PROGRAM, COMPUTE):
             self._record(title, "", row, self.now, self.now + shift, "rest")
+        # A task older than the loop ends when it would have; those of the last round are repeated with it.
         for handle in self.under_way:
             if handle.end > self.now and handle not in older.handles:
                 handle.end, handle.path = handle.end + shift, repeated(handle.path, since, self.now, shift)

@@ -176,6 +176,7 @@ class StepReader:
         op, name = instruction.op, instruction.name
         if op in ("parameter", "constant"):
             return []
+        # A collective is one whatever operation it is written as, so it comes before the tests of operations.
         if collective is not None:
             return [self._start(instruction, [collective], blocks=_blocks(instruction))]
         if op == LOOP:
@@ -253,6 +254,7 @@ class StepReader:
         ]
         line, is_async = self._line(instruction), instruction.op != "call"
         collectives = [each for name in called[:1] for each in self.collectives.get(name, ())]
+        # A call that goes on beside the device and has a collective inside is the start of it.
         if is_async and collectives:
             return self._start(instruction, collectives, blocks=_blocks(instruction))
         return CallStep(instruction.name, line, instruction.operands, called[0], is_async)

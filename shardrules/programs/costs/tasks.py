@@ -86,6 +86,7 @@ def collective_resources(collective: Collective, hardware: Hardware) -> tuple[st
     size, hosts = group.size, group.host_count
     if size < 2:
         return ()
+    # A group with one device on each host has no links inside; a permute between hosts counts as if all pairs were.
     if hosts > 1 and (hosts == size or collective.kind == "collective-permute"):
         return (NETWORK,)
     links = _torus_links(collective, hardware) if hardware.torus_dims else (LINKS,)
@@ -99,6 +100,7 @@ def _torus_links(collective: Collective, hardware: Hardware) -> tuple[str, ...]:
         f"{LINKS} {'xyz'[dim] if dim < 3 else dim}{sign}"
         for dim, way in zip(dims, ways, strict=True)
         for sign, other_way in (("+", -1), ("-", 1))
+        # A permute that goes one way leaves the links of the other way free.
         if way != other_way
     )
 

@@ -45,6 +45,7 @@ def ways_of(sizes: jax.Array, axis_name: Axes, stride: int | None) -> Ways:
     """
     devices, index = lax.axis_size(axis_name), lax.axis_index(axis_name)
     all_sizes = lax.all_gather(sizes, axis_name).reshape(devices, devices, -1)  # [from, to, expert]
+    # Every device knows all sizes: senders can say where their rows go, and receivers what comes.
     rows_there = all_sizes.sum(0)  # [to, expert]
     starts = (
         _starts(rows_there) if stride is None else jnp.broadcast_to(_multiples(rows_there, stride), rows_there.shape)
@@ -72,6 +73,7 @@ def _forward(
 
 def _backward(row_count: int, axis_name: Axes, saved: Any, gradient: jax.Array) -> tuple[jax.Array, None, None]:
     outward, back, count = saved
+    # Each row goes to one place, so gradients go back the way that rows came.
     return send(gradient, back, outward, count, axis_name), None, None
 
 
@@ -103,6 +105,7 @@ def _padded(rows: jax.Array, *arrays: jax.Array, row_count: int, axis_name: Axes
 
 def _batched(operands: Any, dims: Any, **params: Any) -> tuple[jax.Array, int]:
     rows, *slices = operands
+    # Rows alone may be batched: then the batch goes behind their first dim, and each row takes it along.
     if all(dim is None for dim in dims[1:]):
         return send_rows_p.bind(jnp.moveaxis(rows, dims[0], 1), *slices, **params), 1
     (size,) = {operand.shape[dim] for operand, dim in zip(operands, dims, strict=True) if dim is not None}

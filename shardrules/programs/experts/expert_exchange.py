@@ -94,6 +94,7 @@ def expert_exchange(
     dims = inner_dims(inner, len(params))
     region = experts_region(hows, tokens.ndim - 1, tuple(param.ndim for param in params), dims, capacity is not None)
     if axes:
+        # The axes come in the order of the mesh, in whatever order they were named.
         axes = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes)
         params, free_count = split_experts(params, axes, dims), tokens.ndim - (1 if capacity is None else 2)
         if hows == ("sum",):

@@ -31,6 +31,7 @@ def experts_region(
     rule = f"{tokens} d, {tokens} k, {tokens} k, e, {', '.join(params)} -> {tokens} o"
     free = lead[:-1] if has_capacity else lead
     summed = ["h"] if any(inner) else []
+    # Every way but `sum` splits tokens, which takes a dim that may be split.
     regions = [_region(how, rule, free, summed) for how in hows if how == "sum" or free]
     return regions[0] if len(regions) == 1 else alternatives(*regions)
 

@@ -51,6 +51,7 @@ def sort_by_expert(routes: jax.Array, expert_count: int) -> Segments:
     is_routed = (routes >= 0) & (routes < expert_count)
     keys = jnp.where(is_routed, routes * groups + jnp.arange(groups)[:, None, None], expert_count * groups)
     keys = jnp.moveaxis(keys, 2, 0).reshape(-1)
+    # A stable sort keeps first choices before second ones, since choices are the outermost dim here.
     order = jnp.argsort(keys, stable=True)
     return Segments(order, jnp.argsort(order), keys, group_counts(routes, expert_count).T)
 
@@ -77,6 +78,7 @@ def compact_table(segments: Segments, choice_count: int, capacity: int | None) -
     starts, ends = _starts(kept), jnp.cumsum(kept)
     rows = jnp.arange(row_count)
     if capacity is None:
+        # Choices of no expert here are last in the order, and get no row.
         positions = jnp.where(rows < ends[-1], rows, total)
     else:
         keys = jnp.searchsorted(ends, rows, side="right")  # skips empty segments

@@ -40,6 +40,7 @@ class Shard:
         choices = routes.shape[-1]
         if axis_name is not None and lax.axis_size(axis_name) == 1:
             axis_name = None
+        # Devices along the axis have as many experts each, in order: from this one's follows the first of all.
         first = ids[0] if axis_name is None else ids[0] - lax.axis_index(axis_name) * len(ids)
         group_shape = (-1, lead[-1], choices) if capacity is not None else (1, math.prod(lead), choices)
         return cls(
@@ -71,6 +72,7 @@ class Shard:
         """[experts, slots, width] through the experts, on their devices if they are elsewhere."""
         if self.axis_name is None:
             return self.experts.one_by_one(self.params, slots)
+        # On the way there experts are split and slots joined, on the way back the other way round.
         arrived = lax.all_to_all(slots, self.axis_name, 0, 1, tiled=True)
         return lax.all_to_all(self.experts.one_by_one(self.params, arrived), self.axis_name, 1, 0, tiled=True)
 
@@ -84,6 +86,7 @@ def by_dense(shard: Shard) -> jax.Array:
     dispatched = jnp.einsum("gskec,gsd->egcd", one_hot.astype(x.dtype), x)
     results = shard.apply_to_slots(dispatched.reshape(count, groups * shard.capacity, -1))
     results = results.reshape(count, groups, shard.capacity, -1)
+    # Weighted sums over choices are taken in 32 bits or more, as the other ways take them.
     wide = jnp.promote_types(jnp.result_type(results, shard.weights), jnp.float32)
     combine = jnp.einsum(
         "gskec,gsk->gsec", one_hot.astype(wide), shard.weights.reshape(groups, tokens, -1).astype(wide)
@@ -180,6 +183,7 @@ def _visit_in_groups(experts: StackedExperts, local_count: int) -> Visit:
 
     def put(tables: Any, rows: jax.Array, device: jax.Array, part: jax.Array) -> jax.Array:
         sizes, starts = _of_device(tables, device)
+        # The rows of other devices are zeros in the part, and its own are still zeros in the rows.
         return rows + jnp.roll(_where_first(part, sizes.sum()), starts[0], 0)
 
     def apply(tables: Any, params: Params, part: jax.Array, device: jax.Array) -> jax.Array:

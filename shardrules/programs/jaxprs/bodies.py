@@ -99,9 +99,11 @@ def bodies_of(equation: Any) -> tuple[Body, ...]:
     if loop is not None:
         carry = indices[loop.carry]
         consts, tested = indices[loop.consts], indices[loop.test_consts]
+        # Constants come first among the operands: no round changes them.
         body = Body(loop.body, (*consts, *carry, *indices[loop.pieces]), len(consts))
         return (body,) if loop.test is None else (body, Body(loop.test, (*tested, *carry), len(tested)))
     if is_cond(equation):
+        # The first operand of a conditional says which branch runs, and is not passed on.
         return tuple(Body(branch, tuple(indices[1:]), len(indices) - 1) for branch in branches_of(equation))
     return ()
 

@@ -54,6 +54,7 @@ def equal_values(value: Any, other: Any, derivative: Derivative = None) -> bool:
     """Returns whether parameters are equal; programs are if all of their equations are."""
     if value is other:
         return True
+    # A tracer has no value to compare.
     if type(value) is not type(other) or isinstance(value, Tracer):
         return False
     if isinstance(value, tuple | list):
@@ -75,6 +76,7 @@ def equal_values(value: Any, other: Any, derivative: Derivative = None) -> bool:
             return False
         if is_key(value.dtype):
             value, other = jax.random.key_data(value), jax.random.key_data(other)
+        # Arrays with NaNs count as different, which is safe: no more than an equal layer is missed.
         return np.array_equal(value, other)
     return bool(value == other)
 
@@ -89,6 +91,7 @@ def _equal_policies(policy: Any, other: Any, depth: int = _POLICY_DEPTH) -> bool
     code = getattr(policy, "__code__", None)
     if policy is other or code is None:
         return equal_values(policy, other)
+    # A closure may refer to itself, so its values are followed only so deep.
     if not depth or getattr(other, "__code__", None) is not code:
         return False
     made_of, other_of = _values_of(policy), _values_of(other)

@@ -61,6 +61,7 @@ def segment_results(body: Jaxpr, start: int, stop: int) -> list[Any]:
     """Returns the results of equations of a program that others, or the program's caller, read."""
     later = dict.fromkeys(reads(body.eqns[stop:]))
     later.update(dict.fromkeys(var for var in body.outvars if not isinstance(var, Literal)))
+    # A result that nobody reads is a `DropVar`, a subclass of `Var`.
     outputs = [var for equation in body.eqns[start:stop] for var in equation.outvars if type(var) is Var]
     return [var for var in outputs if var in later]
 

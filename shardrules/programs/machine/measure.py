@@ -361,6 +361,7 @@ def _measure_collectives(session: _Session, groups: Sequence[Sequence[Any]], hos
         takes_part = jax.process_index() in [device.process_index for device in group]
         overhead = None
         for kind in COLLECTIVE_KINDS:
+            # The overhead of a group is measured once, by the processes that take part in it.
             if takes_part and session.has_time("collectives", 0.0):
                 overhead = overhead or microbenchmarks.group_overhead(group, end)
             _measure_collective(session, kind, group, hosts, overhead)
@@ -432,10 +433,12 @@ def _groups(devices: Sequence[Any], hosts: Sequence[str]) -> list[tuple[Any, ...
     by_host: dict[str, list[Any]] = {}
     for device in devices:
         by_host.setdefault(_host(device, hosts), []).append(device)
+    # Process 0 measures what all get, so the groups inside a host are on its own.
     first = by_host[_host(next(device for device in devices if device.process_index == 0), hosts)]
     sizes = itertools.takewhile(len(first).__gt__, (2**power for power in itertools.count(1)))
     groups = [tuple(first[:size]) for size in (*sizes, len(first)) if size > 1]
     if len(by_host) > 1:
         groups.append(tuple(group[0] for group in by_host.values()))
+        # With one device on each host, the group before has all of them.
         groups += [tuple(devices)] * (len(first) > 1)
     return groups

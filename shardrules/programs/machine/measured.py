@@ -38,6 +38,7 @@ def as_pairs(value: Mapping[str, float] | Iterable[tuple[str, float]]) -> Fracti
     try:
         pairs = [(name, number) for name, number in (value.items() if isinstance(value, Mapping) else value)]
     except (TypeError, ValueError):
+        # A value of another type stays as it is, for the check that lists everything wrong with a sheet.
         return value  # pyright: ignore[reportReturnType]
     return tuple((str(name), float(number) if is_number(number) else number) for name, number in pairs)
 

@@ -51,6 +51,7 @@ class MeasuredSheet:
     def of(cls, measurements: Measurements, base: Mapping[str, Any], is_nominal: bool) -> "MeasuredSheet":
         """Returns the sheet of some measurements. A `HardwareError` says which figure nothing is known of."""
         if not is_nominal:
+            # A rate far above the peak was mistimed.
             peaks = dict(base["peak_flops"])
             possible = [
                 time
@@ -100,6 +101,7 @@ class MeasuredSheet:
 
     def _overwrite(self, figure: str, measured: Mapping[str, float] | list[dict[str, Any]], how: str = "") -> None:
         """Takes fractions or tables: what was measured, and of other kinds and groups what the other sheet has."""
+        # The nominal sheet is of no real device: its figures cannot stand in for those of one.
         base = {} if self.is_nominal else _by_kind(self.base[figure])
         ours = _by_kind(_rounded(measured))
         if not ours:
@@ -172,6 +174,7 @@ class MeasuredSheet:
         else:
             self._keep("memory_bytes", "the device does not say")
         peak = max(rates.values())
+        # Memory that is faster than the sheet says is believed: fractions of it must not exceed 1.
         if self.is_nominal or peak > self.base["memory_bytes_per_second"]:
             self._measured("memory_bytes_per_second", peak, ": the fastest access")
         else:
@@ -181,6 +184,7 @@ class MeasuredSheet:
         links = dict(self.measurements.host_links)
         if links:
             how = ", ".join(f"{direction} {rate / 1e9:.3g} GB/s" for direction, rate in links.items())
+            # A sheet has one figure for both directions: the slower one is safe.
             self._measured("host_link_bytes_per_second", min(links.values()), f": {how}")
         else:
             self._miss("host_link_bytes_per_second")
@@ -193,6 +197,7 @@ class MeasuredSheet:
         self._add_links(inside, per_host)
         self._add_network(across)
         if self.is_nominal or self.base["devices_per_host"] is not None:
+            # The number of CPU devices on a host is what JAX was asked for, and no property of the host.
             on_one_host = self.measurements.host_count == 1 and self.measurements.platform == "cpu"
             self._measured("devices_per_host", None if on_one_host else per_host)
         else:
@@ -305,6 +310,7 @@ def _matmul_table(matmuls: Sequence[MatmulTime], kind: str, peak: float) -> dict
     """The largest grid of sizes of which every combination was measured."""
     rates = {(time.m, time.n, time.k): time.flops_per_second for time in matmuls if time.kind == kind}
     sizes = cubes(matmuls, kind)
+    # The time limit may have cut sizes in the middle: then the smallest and the largest are a grid.
     grids = [sizes, sizes[:1] + sizes[1:][-1:]]
     for grid in grids:
         combinations = list(itertools.product(grid, grid, grid))

@@ -106,6 +106,7 @@ def _unread_problems(name: str, table: Any, kind: type[Any]) -> list[str]:
     missing = [field for field in fields if field not in table]
     problems = [f"{name} has no {', '.join(missing)}"] * bool(missing)
     problems += [f"{name}: unknown field {key!r}{suggest(str(key), fields)}" for key in table if key not in fields]
+    # The class is tried last: with wrong fields it would only say so again.
     if not problems:
         try:
             kind(**table)

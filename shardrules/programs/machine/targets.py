@@ -342,6 +342,7 @@ def _target_problems(platform: str, chip: str, shape: tuple[int, ...] | None, sl
     elif shape is not None and platform != "tpu":
         problems += _count_problems(platform, shape)
     elif shape == ():
+        # Only a TPU of an unknown chip comes here, of whose shape nothing else can be said.
         problems.append("the topology is missing")
     if type(slices) is not int or slices < 1 or (slices > 1 and platform != "tpu"):
         problems.append(f"slices must be a positive integer, and only TPUs may have more than 1; got {slices}")

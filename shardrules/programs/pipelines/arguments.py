@@ -163,6 +163,7 @@ class PipelineCall:
         except FunctionError as raised:
             error, name = raised.__cause__, raised.function
             assert error is not None
+            # A function may raise for want of an argument: then the message says so, else its own error goes on.
             problems = self._missing(name)
             if not problems:
                 raise error from None
@@ -187,6 +188,7 @@ class PipelineCall:
         if any(hasattr(layer, "shape") for layer in self.layers):
             return [f"layers is a list of {count} arrays, each with the layers first; stack layers with jnp.stack"]
         texts = [f"{shapes_text(arrays)} in {structure.treedef}" for arrays, structure in map(pack, self.layers)]
+        # The empty text at the end differs from all, so that there always is one.
         other = next(index for index, text in enumerate([*texts, ""]) if text != texts[0])
         if other == count:
             return []
@@ -290,6 +292,7 @@ def _run_whole(functions: Functions, operands: Operands) -> Any:
 
 def stacked(layers: Any) -> Any:
     """Parameters with the layers first, also of a list of layers that are equal."""
+    # A list of arrays is the parameters of stacked layers, and no list of layers.
     if type(layers) not in (list, tuple) or not layers or any(hasattr(layer, "shape") for layer in layers):
         return layers
     packed = [pack(layer) for layer in layers]

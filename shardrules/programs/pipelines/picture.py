@@ -51,6 +51,7 @@ def text(times: PipelineTimes) -> str:
             if timed.stage == stage:
                 first, last = round(timed.start / unit), round(timed.end / unit)
                 name = f"{'B' if timed.work.is_backward else 'F'}{timed.work.microbatch}"
+                # The first column of a pass has its whole text, and the others are left out of the line.
                 cells[first:last] = [name.ljust((width + 1) * (last - first) - 1, "-"), *[""] * (last - first - 1)]
         rows.append(f"stage {stage} | {' '.join(cell for cell in cells if cell)}")
     return "\n".join(rows)

@@ -78,6 +78,7 @@ def pipeline(
         raise ConfigTypeError(f"pipeline: {', '.join(wrong)} must be functions")
     if not isinstance(axis, str):
         raise ConfigTypeError(f"pipeline: axis must be the name of a mesh axis, got {axis!r:.60}")
+    # The mesh has the number of stages, and is known at the call: 2 stands for any.
     problems = schedule_problems(schedule, 2, microbatches, chunks)
     names = () if batch is None else axis_tuple(as_axis(batch))
     if axis in names or len(dict.fromkeys(names)) < len(names):

@@ -133,11 +133,13 @@ class StageRun:
         message = jax.eval_shape(lambda: self._enter(operands.first, at(operands.inputs, 0)))
         shapes = self.layers.kept(message) if self.keeps or self._has_backward else []
         if kept is None and self.keeps:
+            # In step, a stage also computes for nobody: that goes behind the slots that are read.
             kept = zeros(shapes, (self.tables.kept_slots + self.pipeline.in_step) * self.layers.per_chunk)
         parts = operands[:5] if self._has_backward else [[]] * 5
         gradients = [zeros(floats(arrays)) for arrays in parts]
         outputs: Arrays = []
         if pipeline.loss is None and not self._has_backward:
+            # The last row is for results that nobody reads.
             outputs = zeros(message, pipeline.schedule.microbatches + 1)
         messages = zeros(message, self.tables.message_slots + 1)
         loss = jnp.zeros((), self._loss_dtype(message))
@@ -161,10 +163,12 @@ class StageRun:
             name: np.pad(array, ((0, padding), (0, 0)), constant_values=fill.get(name, 0))
             for name, array in columns.items()
         }
+        # Kinds of work are known when it is compiled, so that a turn has no branch for others.
         kinds = [set(tables["kind"][turn::turns].flat) for turn in range(turns)]
         busy = {kind: jnp.asarray((tables["kind"] == kind).any(1)) for kind in (FORWARD, BACKWARD)}
         of_stage = {name: jnp.asarray(array)[:, self.stage] for name, array in tables.items()}
         for kind, name in ((FORWARD, "goes_forward"), (BACKWARD, "goes_backward")):
+            # In step, all stages take a branch that any of them takes: collectives inside of it have to meet.
             of_stage[name] = busy[kind] if self.pipeline.in_step else of_stage["kind"] == kind
         rows = {name: array.reshape(rounds, turns) for name, array in of_stage.items()}
 
@@ -184,6 +188,7 @@ class StageRun:
     def _exchange(self, state: State, pairs: Any, slot: Any, *, floats_only: bool) -> State:
         messages = list(state.messages)
         for index, array in enumerate(state.outbox):
+            # Messages of backward passes are cotangents, which only floats have.
             if is_float(array) or not floats_only:
                 arrived = lax.ppermute(array, self.pipeline.axis, pairs)
                 messages[index] = messages[index].at[slot].set(arrived)
@@ -209,9 +214,11 @@ class StageRun:
         y, kept = self.layers.forward(x, row["chunk"], state.kept, row["kept"])
         state = state._replace(outbox=y, kept=kept)
         if loss is None:
+            # All stages write, and only the last one to rows that are read.
             index = jnp.where(self._is_last(row), row["microbatch"], self.pipeline.schedule.microbatches)
             return state._replace(outputs=put(state.outputs, y, index)) if state.outputs else state
         if self._has_backward:
+            # The last output begins the way back, and is kept for that; for others it is a slot that nobody reads.
             return state._replace(messages=put(state.messages, y, row["turning"]))
         targets = at(operands.targets, row["microbatch"])
         (value,) = self._either(

@@ -211,6 +211,7 @@ def _one_forward_one_backward(schedule: PipelineSchedule) -> tuple[Phase, ...]:
     for microbatch, chunk, forward, backward in _slots(schedule):
         for stage in range(stages):
             if not schedule.takes_turns:
+                # A stage is a tick behind the one before it, and takes a microbatch in every other tick.
                 ticks = stage + 2 * forward, 2 * stages - 1 - stage + 2 * backward
             else:  # after a turn through all chunks, and back through as many stages
                 ticks = 2 * (stage + forward), 2 * ((chunks + 1) * stages - 2 - stage + backward) + 1
@@ -218,6 +219,7 @@ def _one_forward_one_backward(schedule: PipelineSchedule) -> tuple[Phase, ...]:
                 passes[tick, stage] = StagePass(is_backward, microbatch, chunk)
     ahead, back = _pairs(stages, chunks, 1), _pairs(stages, chunks, -1)
     if not schedule.takes_turns:
+        # A pair meets in every other tick, when each of them has computed for the other.
         exchanges = [
             (*(pair for pair in ahead if pair[0] % 2 == parity), *(pair for pair in back if pair[1] % 2 == parity))
             for parity in range(2)

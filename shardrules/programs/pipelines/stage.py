@@ -30,6 +30,7 @@ def _source(leaf: Any, params: Arrays, kept: Arrays) -> _Source:
     """The source of a leaf; other leaves than parameters and constants are added to the kept arrays."""
     if not isinstance(leaf, Tracer):
         return lambda params, kept: leaf
+    # Parameters are there in the backward pass anyway; of other arrays each is kept once.
     for index, param in enumerate(params):
         if param is leaf:
             return lambda params, kept, index=index: params[index]
@@ -103,6 +104,7 @@ class Layers:
                 return body(index, carry), None
             if self.in_step:
                 is_layer, following = index < self.counts[chunk], body(index, carry)
+                # In step, layers that a chunk lacks are computed, and dropped here.
                 return (
                     [jnp.where(is_layer, *pair) for pair in zip(following[0], carry[0], strict=True)],
                     following[1],
@@ -120,6 +122,7 @@ class Layers:
 
         function, operands = of_floats(run, params, x)
         _, pull, y = jax.vjp(function, *operands, has_aux=True)
+        # The function of `jax.vjp` is a pytree of what it keeps: the backward pass puts it together from its sources.
         leaves, self._treedef = jax.tree.flatten(pull)
         kept: Arrays = []
         self._sources = [_source(leaf, params, kept) for leaf in leaves]

@@ -173,6 +173,7 @@ class Stages:
         layers = [lax.psum(array, self.batch) if self.batch else array for array in state.layer_gradients]
         return Operands(
             [array[None] for array in layers],
+            # All stages but one have zeros here, so that the sum gives its gradients to all.
             [lax.psum(array, everywhere) for array in state.first_gradients],
             [lax.psum(array, everywhere) for array in state.last_gradients],
             self._spread(state.input_gradients),

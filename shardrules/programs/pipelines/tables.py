@@ -54,6 +54,7 @@ def tables(phases: Sequence[Phase], stages: int, chunks: int) -> Tables:
     for (stage, work), tick in when.items():
         target, following = _following(stage, work, stages, chunks)
         use = None if following is None else when.get((target, following))
+        # A result that no pass uses keeps the slot that nobody reads.
         if use is not None:
             messages[target, tick, use] = (tick, target), (use, target), target == stage
         back = when.get((stage, attrs.evolve(work, is_backward=True)))
@@ -96,6 +97,7 @@ def _allocate(spans: Iterable[_Span], *, at_once: bool) -> tuple[dict[_Span, int
         ends, unused = busy.setdefault(stage, []), free.setdefault(stage, [])
         while ends and ends[0][0] < first + at_once:
             heapq.heappush(unused, heapq.heappop(ends)[1])
+        # Without a free slot all so far are taken, and their count is the next.
         slots[span] = heapq.heappop(unused) if unused else len(ends)
         heapq.heappush(ends, (last, slots[span]))
         count = max(count, len(ends))

@@ -59,6 +59,7 @@ def compare_trace(
     measured = sum(seconds for runs in times for run in runs for seconds, _ in run.parts.values())
     unknown = sum(seconds for runs in times for run in runs for seconds, _ in run.unknown.values())
     share = measured / (measured + unknown) if measured + unknown else 0.0
+    # Kernels of GPUs are matched by their order, which another program may fit as well: it would not cover this one.
     if any(device.device.has_kernels for device in devices):
         share = min(share, modelled.covered(names))
     covered = {inner for part in in_trace if part.kind == "control" for inner in part.inside}
@@ -164,6 +165,7 @@ def _compared(
     """The time of some parts together: the median over runs on each device, then that over the devices."""
 
     seconds = [[[run.parts[part.name] for part in group if part.name in run.parts] for run in runs] for runs in times]
+    # The parts of a run are added up before the median is taken: medians do not add up.
     measured = [statistics.median(sum(each for each, _ in run) for run in runs) for runs in seconds]
     exposed = [statistics.median(sum(each for _, each in run) for run in runs) for runs in seconds]
     slowest = max(range(len(devices)), key=lambda index: measured[index])
@@ -213,6 +215,7 @@ def _in_runs(device: DeviceRuns, runs: Sequence[_RunTimes]) -> list[UnmatchedTim
         count = statistics.median(len(run.control) for run in runs)
         times.append(UnmatchedTime("loops and calls", "while nothing inside of them runs", control, count))
     for name in dict.fromkeys(name for run in runs for name in run.unknown):
+        # An instruction that a run lacks takes no time there.
         pairs = [run.unknown.get(name, (0.0, 0)) for run in runs]
         seconds, count = (statistics.median(figures) for figures in zip(*pairs, strict=True))
         times.append(UnmatchedTime("instruction", name, seconds, count))
@@ -237,6 +240,7 @@ def _beside_runs(trace: ProfileTrace, device: DeviceRuns) -> list[UnmatchedTime]
         elif activity.program != device.program:
             add("other program", str(activity.program), activity.start_ns, activity.self_ns * _NS)
     for run in device.left_out:
+        # Runs that are left out count as outside of the others, wherever they are.
         add("run left out", str(device.program), float("-inf"), (run.end_ns - run.start_ns) * _NS)
     for transfer in trace.host_transfers:
         add("host transfer", transfer.name, transfer.start_ns, transfer.self_ns * _NS)
@@ -279,6 +283,7 @@ def outside(intervals: Intervals, others: Intervals) -> float:
     for start, end in intervals:
         while index < len(others) and others[index][1] <= start:
             index += 1
+        # The next interval may begin inside the same other one, so the index stays.
         position = index
         while position < len(others) and others[position][0] < end:
             covered += min(end, others[position][1]) - max(start, others[position][0])

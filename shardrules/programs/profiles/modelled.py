@@ -116,6 +116,7 @@ def model_program(
     control: list[tuple[Computation, Instruction]] = []
     for computation in control_computations(program):
         for instruction in computation.instructions:
+            # Starts and ends of collectives are parts by now.
             if instruction.name in parts or instruction.op == "parameter":
                 continue
             if instruction.op in COPY_STARTS:
@@ -133,6 +134,7 @@ def model_program(
                 parts[instruction.name] = _part(
                     program, computation, instruction, "kernel", label, seconds, family=family
                 )
+    # An instruction without time launches nothing.
     launches = [name for name in _inside(program, [program.entry], parts) if parts[name].seconds]
     # A loop, a branch or a call has no time of its own, but those of what is inside.
     parts |= {

@@ -123,6 +123,7 @@ def _candidates(devices: Iterable[DeviceTrace], modelled: ModelledProgram) -> li
     times: dict[ProfiledProgram, dict[tuple[str, str], float]] = {}
     for device in devices:
         for activity in device.activities:
+            # A transfer in flight takes no time of the device.
             if activity.program is not None and not activity.in_flight:
                 by_name = times.setdefault(activity.program, {})
                 key = activity.name, activity.text
@@ -148,6 +149,7 @@ def find_runs(
         program = programs.get(device.device)
         runs = _split(device, program, modelled.times) if program is not None else []
         usual = statistics.median(len(run.activities) for run in runs) if runs else 0
+        # A trace may begin or end within a run, which then has fewer activities than usual.
         whole = [run for run in runs if run.activities and len(run.activities) >= _WHOLE_RUN * usual]
         kept = whole[1:] if len(whole) > 1 else whole
         if kept and program is not None:

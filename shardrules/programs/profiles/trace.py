@@ -219,6 +219,7 @@ def _tpu(device: str, planes: Sequence[Any]) -> DeviceTrace:
     for name, events in lines:
         if name in ("XLA Ops", "Async XLA Ops", "Sparse Core Ops"):
             in_flight = name != "XLA Ops"
+            # Transfers in flight overlap, and none encloses another.
             for event, self_ns in _with_self_times(events, nested=not in_flight):
                 index = bisect.bisect_right(starts, event.start_ns) - 1
                 inside = index >= 0 and event.start_ns < spans[index].end_ns
@@ -301,12 +302,14 @@ def _events(line: Any, skip: str | None = None) -> list[_Event]:
 
 def _with_self_times(events: Iterable[_Event], nested: bool = True) -> list[tuple[_Event, float]]:
     """The events of a line, each with its duration less that of the events that it encloses."""
+    # Of events that begin together the longest encloses the others.
     ordered = sorted(events, key=lambda event: (event.start_ns, -event.end_ns))
     self_times = [event.duration_ns for event in ordered]
     enclosing: list[int] = []
     for index, event in enumerate(ordered if nested else ()):
         while enclosing and ordered[enclosing[-1]].end_ns <= event.start_ns:
             enclosing.pop()
+        # Events may overlap without one enclosing the other: then each keeps its whole duration.
         if enclosing and ordered[enclosing[-1]].end_ns >= event.end_ns:
             self_times[enclosing[-1]] -= event.duration_ns
         enclosing.append(index)
@@ -324,5 +327,6 @@ def _host_transfers(planes: Sequence[Any]) -> list[Activity]:
         if plane.name.startswith("/host:")
         for line in plane.lines
         for event in line.events
+        # Names with a dollar are those of Python functions.
         if event.duration_ns and not event.name.startswith("$") and _HOST_TRANSFER.search(event.name)
     ]

@@ -219,6 +219,7 @@ class _Check:
             axis_types=(AxisType.Auto,) * len(pieces),
         )
         split = ", ".join(f"{' and '.join(group.letters)} in {count}" for group, count in pieces.items())
+        # The split itself is tried first: one that does not hold is a line of the report, and nothing is compiled.
         try:
             self._on_shards.shard_program(axes, dict(mesh.shape), self.operands)
         except ConfigError as error:

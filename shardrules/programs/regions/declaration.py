@@ -232,6 +232,7 @@ class Declaration:
     def with_dim(self, batched: Sequence[bool]) -> Self:
         """Adds a letter in front of some operands and of all results, which may be split: the dim of a `vmap`."""
         letters = {letter for term in (*self.operands, *self.results) for letter in term}
+        # A `vmap` around another has taken a number already; one of these is free.
         letter = next(name for index in range(len(letters) + 1) if (name := f"vmap{index}") not in letters)
         operands = tuple((letter, *term) if flag else term for term, flag in zip(self.operands, batched, strict=True))
         return attrs.evolve(

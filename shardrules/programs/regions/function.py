@@ -70,6 +70,7 @@ class ShardFunction:
         shapes = [struct.shape for struct in structs]
         self.refuse(self.declaration.misfits(shapes, None))
         run = _in_same_settings(self.run)
+        # The function is that of one device, so no mesh that is in force may get into its trace.
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             program = jax.make_jaxpr(functools.partial(run, ()))(*structs)
         problems = self.declaration.misfits(shapes, [tuple(aval.shape) for aval in program.out_avals])

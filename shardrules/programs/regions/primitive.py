@@ -53,6 +53,7 @@ def _explicit_split(function: ShardFunction, avals: Sequence[Any]) -> tuple[Any,
     if set(mesh.axis_types) != {AxisType.Explicit}:
         function.refuse([f"the mesh has axes of several types, {mesh.axis_types}; make all of them Auto or Explicit"])
     specs = [aval.sharding.spec for aval in avals]
+    # Nothing is known of how results are to be split, so the operands alone decide.
     results = [PartitionSpec()] * len(function.declaration.results)
     function, axes = function.fitting(specs, results, dict(mesh.shape), avals)
     declaration = function.declaration
@@ -206,6 +207,7 @@ def sharding_rule(declaration: Declaration) -> SdyShardingRule:
     in_results = {letter for term in declaration.results for letter in term}
     splits = (*declaration.split, *declaration.exchange)
     letters = dict.fromkeys(letter for term in (*declaration.operands, *declaration.results) for letter in term)
+    # A letter that no result has is summed over; one that may not be split has to be whole in every array.
     return SdyShardingRule(
         tuple(ArrayMapping(*term) for term in declaration.operands),
         tuple(ArrayMapping(*term) for term in declaration.results),

@@ -222,6 +222,7 @@ class RegionFunction:
 
     def _run_with(self, options: Mapping[str, Any]) -> Callable[..., list[Any]]:
         def run(exchange: Axes, *operands: Any) -> list[Any]:
+            # Only functions that exchange take `axis_name`, which is `None` where nothing is split.
             axes = {"axis_name": exchange or None} if self.declaration.exchange else {}
             results = self.fn(*operands, **options, **axes)
             listed = [results] if len(self.declaration.results) == 1 else results

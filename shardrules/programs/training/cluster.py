@@ -81,6 +81,7 @@ class Cluster:
             )
         devices = tuple(np.ravel(np.asarray(cluster, dtype=object)))
         granule = _granule(devices)
+        # The mesh is made only to look up the hardware.
         one_axis = create_mesh((len(devices),), ("data",), devices=devices)
         name = f"{len(devices)} {devices[0].device_kind} devices"
         sheet, is_assumed = hardware or hardware_of(one_axis), hardware is None and not has_sheet(one_axis)

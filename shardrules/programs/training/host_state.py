@@ -32,6 +32,7 @@ def host_state(state: Any, device_count: int, part: float = 1.0, most_bytes: flo
     """
     sizes = array_bytes(state)
     candidates = [index for index, nbytes in enumerate(sizes) if nbytes >= LEAST_HOST_BYTES * device_count]
+    # Indices break ties, so that all processes choose the same arrays.
     candidates.sort(key=lambda index: (-sizes[index], index))
     left, chosen = part * sum(sizes[index] for index in candidates), list[int]()
     for index in candidates:
@@ -95,6 +96,7 @@ def _parts_of(jaxpr: Jaxpr, is_on_host: Sequence[bool]) -> tuple[Jaxpr, ...]:
     """The part that needs no array from the host, then parts that share no such array."""
     owners = _owners(jaxpr, [var for var, flag in zip(jaxpr.invars, is_on_host, strict=True) if flag])
     groups: dict[Any, list[Any]] = {None: []}
+    # The caller reads all results, which belong to no part.
     readers: dict[Any, dict[Any, None]] = {var: {"caller": None} for var in jaxpr.outvars if type(var) is Var}
     for equation in jaxpr.eqns:
         operands = [*reads([equation])]
@@ -141,6 +143,7 @@ def _run_by_parts(program: ClosedJaxpr, arrays: Sequence[Any], results_on_host: 
 
 def _owners(jaxpr: Jaxpr, sources: Sequence[Any]) -> dict[Any, Any]:
     """Returns for all that is computed from some inputs one of these inputs: the same where anything needs both."""
+    # Inputs that anything needs together get one root, as the sets of a union-find.
     parents = {var: var for var in sources}
 
     def root(var: Any) -> Any:

@@ -210,6 +210,7 @@ class LossLeaves:
         def run(*values: Any) -> list[Any]:
             parts = LossArrays(values[: counts[0]], values[counts[0] : counts[1]], values[counts[1] :])
             value, aux, writes = self.call(parts, name)
+            # The trace returns arrays only, so the rest of aux leaves it by this list.
             outputs.append((aux, writes))
             return [value, *(leaf for leaf in jtu.tree_leaves(outputs[-1]) if array_kind(leaf) is not None)]
 
@@ -330,6 +331,7 @@ def _value_and_aux(result: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
         raise ConfigTypeError(f"{name}: with has_aux=True the loss must return a pair (loss, aux)")
     value, aux = result if has_aux else (result, None)
     kind = array_kind(value)
+    # A float of Python depends on nothing, which is refused later with its own message.
     if kind is None and isinstance(value, float):
         value = jnp.asarray(value)
     elif kind is None or kind[0] != () or not jnp.issubdtype(kind[1], jnp.floating):

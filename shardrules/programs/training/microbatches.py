@@ -187,12 +187,14 @@ class SplitLoss:
         def compute(trainable: Sequence[Any], fixed: Sequence[Any], batched: Sequence[Any]) -> Any:
             arguments = [*trainable, *fixed, *batched]
             before = jaxpr_as_fun(self.before)(*arguments)
+            # The loss is linear in its sums, so their weights are the same for all parts, and are taken at zeros.
             sums = self.forward.out_avals[: self.sum_count]
             weights = self.tail.coefficients(arguments, [jnp.zeros(aval.shape, aval.dtype) for aval in sums])
 
             def part(trainable: Sequence[Any], group: Any, microbatch: Any, examples: Sequence[Any]) -> Any:
                 values = forward(*trainable, *fixed, *before, *examples, group, microbatch)
                 sums, aux = values[: self.sum_count], values[self.sum_count :]
+                # Sums that train nothing have no weight.
                 trained = [value for value, flag in zip(sums, self.tail.is_trained, strict=True) if flag]
                 terms = (jnp.sum(weight * value) for weight, value in zip(weights, trained, strict=True))
                 return sum(terms, start=jnp.zeros(())), (sums, aux)
@@ -202,6 +204,7 @@ class SplitLoss:
             else:
                 gradients, sums, aux = self.at_once(part, trainable, batched)
             value, *results = self.tail(arguments, sums)
+            # Terms that no example reaches are the same in every part, so their gradients are added once.
             extra = self.tail.regularizer_gradients(arguments, sums)
             gradients = [
                 (total if extra is None else total + extra[index].astype(total.dtype)).astype(array.dtype)

@@ -155,6 +155,7 @@ def plan_training(
     step.check_optimizer(model, state)
     options = QueryOptions(memory_limit, pins, devices.hardware, Assumptions(), time_limit, False)
     problem = TrainingProblem(step, model, state, batch, devices, options, host_memory)
+    # All that can be wrong with a loss is said before the search, which may take minutes.
     problem.check_possible()
     problem.check_loss()
     if microbatches is not None:

@@ -262,6 +262,7 @@ def _with_new_state(model: Any, aux: Any) -> Any:
         raise ConfigTypeError(
             f"the model has {len(old)} eqx.nn.States and aux has {len(states)}: aux must return the new state of each"
         )
+    # States have no names, so those of aux are matched with the model's in their order.
     for index, state in zip(old, states, strict=True):
         if jtu.tree_structure(state) != jtu.tree_structure(nodes[index]):
             raise ConfigTypeError("aux has an eqx.nn.State with other entries than the model's")
@@ -285,6 +286,7 @@ def _can_replace(new: Any, array: Any) -> bool:
     if kind is None or other_kind is None:
         return kind is other_kind
     (shape, dtype), (other_shape, other_dtype) = kind, other_kind
+    # A state may come back in another precision, and is cast to its own.
     are_floats = jnp.issubdtype(dtype, jnp.inexact) and jnp.issubdtype(other_dtype, jnp.inexact)
     return shape == other_shape and (dtype == other_dtype or are_floats)
 

@@ -49,8 +49,10 @@ def _zeros_of(equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
     call = InlinedCall.of(equation)
     if call is not None:
         return zero_results(call.jaxpr, [operands[index] for index in call.operands])
+    # Zeros divided by anything count as zeros; a divisor of zeros makes none.
     if name == "div":
         return [operands[0]]
+    # One factor of zeros is enough for a product; a sum or a linear operation takes all.
     is_zero = any(operands[:2]) if name in _PRODUCTS else (name in LINEAR or name in ADDING) and all(operands)
     return [is_zero] * len(equation.outvars)
 

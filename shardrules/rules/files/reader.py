@@ -269,6 +269,7 @@ class _Reader:
             raise ConfigError("must be a list of rules (did you mean [[rules]]?)")
         if not isinstance(value, list) or not value:
             raise ConfigError(f"must be a list of at least one rule; got {value!r:.60}")
+        # Neighbouring tables with a `path` are one rule, in which the first pattern that matches wins.
         runs = itertools.groupby(enumerate(value), lambda item: isinstance(item[1], dict) and "path" in item[1])
         read = {True: lambda items: [self._regex(items)], False: lambda items: self._each(items, self.rule)}
         results = self._each(
@@ -367,6 +368,7 @@ class _Reader:
 
     def axis(self, value: Any) -> Any:
         """An axis, or several that split one dimension."""
+        # An empty list stays whole here, and is refused as an invalid axis.
         for name in value if isinstance(value, list) and value else [value]:
             if not isinstance(name, str) or not name:
                 raise ConfigError(f"must be an axis or a list of axes; got {value!r:.60}")
@@ -450,12 +452,14 @@ class _Reader:
 
     def _sizes(self, value: list[Any]) -> tuple[Any, ...]:
         sizes = tuple(None if size == "*" else size for size in value)
+        # A bool is an int in Python, and no size.
         if not all(size is None or (isinstance(size, int) and not isinstance(size, bool)) for size in sizes):
             raise ConfigError(f"must be sizes, or '*' for any; got {value!r:.60}")
         return sizes
 
     def names(self, value: Any) -> tuple[tuple[str, Any], ...]:
         """Logical names and their axes, as a table or as pairs."""
+        # Pairs may have a name twice, as an alternative where its first axis is used; a table cannot.
         is_table = isinstance(value, dict)
         if not is_table and not (isinstance(value, list) and all(isinstance(p, list) and len(p) == 2 for p in value)):
             raise ConfigError(f"must be names and their axes, {{embed = 'data', norm = '{WHOLE}'}}")

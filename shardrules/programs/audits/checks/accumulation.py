@@ -63,6 +63,7 @@ def check_accumulation(movement: Movement) -> Iterator[Finding]:
     for ((kind, _, line), total), group in groups.items():
         moved, rounds = MovedArrays(movement, [(collective, array) for collective, array, _ in group]), total.rounds
         seconds = sum(share_of(collective, array) * timing.seconds(collective) for collective, array in moved.arrays)
+        # One of the sums remains, after the loop.
         saved = seconds * (rounds - 1) / rounds
         whole_bytes = 0
         if kind == "reduce-scatter":
@@ -98,6 +99,7 @@ def _repeated_sums(movement: Movement) -> Iterator[tuple[Collective, ArrayType, 
             continue
         for array, values in zip(collective.arrays, movement.results_of(collective), strict=True):
             total = _total(program, values, totals)
+            # A collective that runs less often than the loop is not inside of it.
             if total is not None and array.size > 1 and collective.times.count >= total.rounds:
                 yield collective, array, total
 
@@ -179,6 +181,7 @@ def _total(program: CompiledProgram, values: tuple[Value, ...], totals: _Totals)
     largest: _Total | None = None
 
     def passes_on(user: Instruction) -> bool:
+        # Walks end at additions to a total, and go through all that is linear on the way.
         return is_move(user) or (user.op in _LINEAR and user.name not in names)
 
     names = {name for _, name in totals}

@@ -83,6 +83,7 @@ def _wide_moves(movement: Movement) -> Iterator[_WideMove]:
         for index, (array, values) in enumerate(zip(collective.arrays, movement.results_of(collective), strict=True)):
             casts = list(_casts(movement.program, array, values))
             narrow = [cast for cast in casts if cast is not None]
+            # All uses have to be narrow, and the widest of them is what has to be sent.
             if casts and len(narrow) == len(casts):
                 yield _WideMove(collective, array, max(narrow, key=lambda cast: cast.array.bits), is_widened=False)
                 continue
@@ -144,6 +145,7 @@ def _is_scale(program: CompiledProgram, value: Value, size: int) -> bool:
     """A few numbers, or these broadcast to the shape of an array of that size."""
     for _ in range(_MAX_STEPS):
         instruction = program.instruction(value)
+        # So few numbers beside the array are its scale: one for each row or block.
         if not instruction.types or _MIN_REDUCTION * instruction.types[0].size <= size:
             return True
         source = program.flow.source(value)

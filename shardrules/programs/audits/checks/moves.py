@@ -64,6 +64,7 @@ def check_moves(movement: Movement) -> Iterator[Finding]:
         ):
             for moved in _moved_arrays(collective):
                 code = _move_code(movement, moved)
+                # Gathers of FSDP are as planned: they are one note, whatever line they come from.
                 line = "" if code == "fsdp" else user_line(collective.stack)
                 if code:
                     groups.setdefault((code, collective.kind, collective.axes_text, line), []).append(moved)

@@ -93,6 +93,7 @@ def _whole_arrays(arguments: AuditedArguments) -> Iterator[_Whole]:
     results = dict(_results_of_state(arguments, depends))
     for index, (array, role, sharding) in enumerate(arguments):
         if role == STATE and array.shape and isinstance(sharding, NamedSharding):
+            # A result's spec says most, then a constraint, then a sibling: one finding for each array is enough.
             candidates = (
                 *_by_result(array, sharding.spec, results.get(index)),
                 *_by_constraint(array, sharding.spec, results.get(index), constraints.get(index, ())),

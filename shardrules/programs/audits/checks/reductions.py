@@ -64,6 +64,7 @@ def _whole_sums(movement: Movement) -> Iterator[_WholeSum]:
     for collective in movement.collectives:
         if collective.kind != "all-reduce" or not collective.crossed:
             continue
+        # A reduce-scatter sends half of what an all-reduce sends, which gathers the sums again.
         scatter = attrs.evolve(collective, kind="reduce-scatter", wire_bytes=-(-collective.wire_bytes // 2))
         saved = movement.timing.seconds(collective) - movement.timing.seconds(scatter)
         for array, values in zip(collective.arrays, movement.results_of(collective), strict=True):

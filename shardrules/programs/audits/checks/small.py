@@ -25,6 +25,7 @@ def check_small_collectives(movement: Movement) -> Iterator[Finding]:
     timing = movement.timing
     groups: dict[tuple[str, str], list[Collective]] = {}
     for collective in movement.collectives:
+        # Latency says that a collective is small: how many bytes are few depends on the hardware.
         is_small = timing.latency_seconds(collective) > _LATENCY_SHARE * timing.seconds(collective)
         if collective.group_size > 1 and is_small and _is_independent(movement, collective):
             groups.setdefault((collective.kind, collective.axes_text), []).append(collective)

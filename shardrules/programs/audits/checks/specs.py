@@ -76,6 +76,7 @@ def _first_use(program: Jaxpr, variable: Any) -> str:
     """The line where a value is first used, also inside functions that are jitted on their own."""
     for equation in program.eqns:
         if any(operand is variable for operand in equation.invars):
+            # A variable has another name inside a call, so it is followed by its position.
             if is_jit(equation):
                 operand_index = next(i for i, operand in enumerate(equation.invars) if operand is variable)
                 inner = equation.params["jaxpr"].jaxpr

@@ -93,6 +93,7 @@ def check_tables(arguments: AuditedArguments, function: TracedFunction, timing: 
         indices = _arguments(key)
         is_learned = function.has_gradients and any(_is_learned(arguments, index) for index in indices)
         is_repeated = max(each.runs for each in evaluations) > 1
+        # A learned table is computed several times for a single use, since its gradient needs it, too.
         if is_repeated or len(evaluations) > (_LEARNED_EVALUATIONS if is_learned else 1):
             first = evaluations[0]
             cause = program.cause(first.computation, first.instruction)
@@ -111,6 +112,7 @@ def _finding(timing: Timing, line: str, group: list[list[_Evaluation]], argument
     excess, runs, nbytes = 0, 0, 0
     for evaluations in group:
         total = sum(each.runs * each.elements for each in evaluations)
+        # One computation of the table is needed, and the rest is excess.
         excess += total - min(each.instruction.types[0].size for each in evaluations)
         runs = max(runs, sum(each.runs for each in evaluations))
         nbytes += evaluations[0].instruction.types[0].nbytes
@@ -179,6 +181,7 @@ class _Expressions:
                 return None
         # Layouts and dimensions of size 1 differ from copy to copy.
         dims = tuple(sorted(size for size in instruction.types[0].shape if size > 1))
+        # The text of a large constant is cut, so that its name has to tell it apart.
         literal = instruction.literal if "..." not in instruction.literal else instruction.name
         details = [instruction.attributes.get(name) for name in _DETAILS]
         inside = [program.find(name) for name in instruction.references("to_apply")]

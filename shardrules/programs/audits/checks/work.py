@@ -48,6 +48,7 @@ def _update_lines(function: TracedFunction) -> list[str]:
     if not function.has_gradients:
         return []
     matmuls = function.compiled_matmuls
+    # A line with a backward pass belongs to the model: what is left repeated comes after the gradients.
     differentiated = {user_line(each.stack) for each in matmuls if _DIFFERENTIATED.search(each.op_name)}
     return [line for line in _repeated(function.flops_by_line) if line and line not in differentiated]
 

@@ -53,6 +53,7 @@ def training_plan(
 ) -> TrainingPlan:
     """Returns the best plan of a search, or the one that was `chosen` by what compilers say."""
     problem = search.problem
+    # A search may find nothing that fits: then the plan is what takes least, with a finding.
     outcome = chosen or search.best or search.smallest
     assert outcome is not None, "something was planned"
     planned = outcome.plan(problem)
@@ -210,6 +211,7 @@ def _frontier(outcomes: Iterable[Outcome]) -> tuple[FrontierPoint, ...]:
     }
     front: list[tuple[int, float]] = []
     for peak_bytes, seconds in sorted(points):
+        # In the order of bytes, a plan is worth its bytes only if it is faster than all before it.
         if not front or seconds < front[-1][1]:
             front.append((peak_bytes, seconds))
     slopes = [(slow - fast) / (large - small) for (small, slow), (large, fast) in itertools.pairwise(front)]
@@ -333,6 +335,7 @@ def _host_findings(search: TrainingSearch, outcome: Outcome) -> Iterator[Finding
     cluster = search.problem.cluster
     devices = min(cluster.count, cluster.hardware.devices_per_host or cluster.count)
     nbytes = outcome.host_bytes * devices
+    # A sheet without a torus is one of GPUs: nothing is planned on the hosts of CPU devices.
     is_gpu = not cluster.hardware.torus_dims
     if is_gpu and nbytes > _PINNED_BYTES:
         yield Finding(

@@ -256,6 +256,7 @@ class TrainingPlanReport:
             waits.append(("the host", time.copy_seconds))
         shares = [(name, 100 * seconds / time.seconds if time.seconds else 0.0) for name, seconds in waits]
         name, seconds = max(waits, key=lambda wait: wait[1])
+        # Waiting is the limit only where it takes longer than all that is computed.
         if seconds > time.compute_seconds:
             return f"{name}: {dict(shares)[name]:.0f} % of the step waits for it"
         rest = 100 - sum(share for _, share in shares)

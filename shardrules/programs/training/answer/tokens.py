@@ -71,6 +71,7 @@ def _looks_up(jaxpr: Jaxpr, variables: Iterable[Any], iotas: Iterable[Any], is_l
             inner_iotas = [inner for var, inner in pairs if is_iota(var)]
             if _looks_up(program, inner_reached, inner_iotas, is_look_up):
                 return True
+        # Integers that follow from tokens, such as shifted ones, may be what is looked up.
         reached.update(dict.fromkeys(filter(_is_integer, equation.outvars)))
     return False
 

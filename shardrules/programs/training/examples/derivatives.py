@@ -63,6 +63,7 @@ def wrong_cotangent(equation: Any, operands: Sequence[Fact], outputs: Sequence[F
         fact = operands[index]
         if cotangent.form == "refused":
             return cotangent.reason
+        # Zeros are right in any form: nothing depends on their operand.
         is_zero = cotangent.form == "shared" and cotangent.is_zero
         expected = "examples" if fact.form == "examples" else "sum"
         if not is_zero and (cotangent.form != expected or (expected == "examples" and cotangent.dim != fact.dim)):

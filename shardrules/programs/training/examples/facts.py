@@ -86,6 +86,7 @@ class RefusalError(Exception):
 def refuse_misfits(equation: Any, facts: Sequence[Fact], counts: Counts) -> None:
     """Raises `RefusalError` for an equation that uses a misfit."""
     pieces = [fact.pieces for fact in facts if fact.is_misfit]
+    # If all misfits are so many pieces, longer runs of examples may divide them.
     if pieces and all(pieces):
         count = math.gcd(*pieces)
         raise RefusalError(f"{count} pieces of {name_of_step(equation)} do not divide into {counts.runs} parts", count)
@@ -114,6 +115,7 @@ def shared_fact(
     common: dict[str, Any] = {"is_trained": is_trained, "from_batch": from_batch, "is_whole": True}
     if len(shape) != len(trace_shape):
         return Fact("shared", is_misfit=True, **common)
+    # A size that differs between the two traces depends on the number of examples.
     dims = [dim for dim, (size, other) in enumerate(zip(shape, trace_shape, strict=True)) if size != other]
     if not dims:
         return Fact("shared", **common)

@@ -81,11 +81,13 @@ class Pair:
                 raise MicrobatchError(_message(counts, "the numbers of arrays differ"))
             partner.update(zip(vars_of_whole, vars_of_trace, strict=True))
         differences: dict[int, str] = {}
+        # The first difference says more than unequal lengths, so those are compared afterwards.
         for index, (equation, other) in enumerate(zip(first.eqns, second.eqns, strict=False)):
             why = _difference(equation, other, partner)
             if why:
                 raise MicrobatchError(_message(counts, why))
             partner.update(zip(equation.outvars, other.outvars, strict=True))
+            # Other parameters do no harm where only the whole batch needs the equation, so they are kept for its use.
             why = _other_params(equation, other, counts)
             if why:
                 differences[index] = _message(counts, why)

@@ -114,6 +114,7 @@ class _Reader:
                     seen = shared_fact(var.aval.shape, result_var.aval.shape, self.counts, False, True)
                     fact = attrs.evolve(fact, is_whole=True) if fact.form == "examples" else seen
                 facts[var] = self.checked(equation, var, result_var, fact)
+            # A body with slices or other literals is not the same for a part as for the whole.
             is_slice = any(fact.form == "examples" and not fact.is_own for fact in results)
             is_changed |= is_slice or not equal_literals(equation.invars, other.invars)
             is_changed |= any(body.is_changed for body in bodies) or bool(own_columns(equation, operands, self.counts))
@@ -176,6 +177,7 @@ class _Reader:
             else whole
             for result, whole in zip(results or wholes, wholes, strict=True)
         ]
+        # An equation runs once: either all of its results are computed by parts, or all are slices of the whole.
         all_own = all(fact.is_own for fact in merged if fact.form == "examples")
         return [attrs.evolve(fact, is_own=fact.is_own and all_own) for fact in merged], bodies if all_own else ()
 
@@ -371,6 +373,7 @@ def _is_added_to(body: BodyFacts, start: Any, end: Any) -> bool:
         if equation is None or name not in ("add", "add_any", "sub", "convert_element_type", "copy"):
             return False
         sums = [var for var in equation.invars if body.fact(var).form == "sum"]
+        # A carried value that is subtracted would change its sign in each round.
         if len(sums) != 1 or (name == "sub" and equation.invars[0] is not sums[0]):
             return False
         end = sums[0]

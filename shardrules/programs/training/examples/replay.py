@@ -237,6 +237,7 @@ def demands_of(body: BodyFacts, outputs: Sequence[tuple[Any, Variant]], before: 
     for var, variant in outputs:
         demand(var, variant)
     runs: list[frozenset[Variant]] = []
+    # Equations are read backwards: all that need a result come before what computes it.
     for equation in reversed(body.pair.whole.eqns):
         facts = [body.fact(var) for var in equation.invars]
         variants: dict[Variant, None] = {}
@@ -260,6 +261,7 @@ def matched_calls(whole: ClosedJaxpr, part: ClosedJaxpr, counts: Counts) -> dict
     """Finds, for the ids of the whole's equations that have derivatives of their own, the part's equations."""
     calls, others = list(_closed_calls(whole)), list(_closed_calls(part))
     matches = {}
+    # The programs may differ: that is seen below, by what has no match.
     for equation, other in zip(calls, others, strict=False):
         pairs = zip(equation.invars, other.invars, strict=False)
         sizes = (each for pair in pairs for each in zip(*(var.aval.shape for var in pair), strict=False))

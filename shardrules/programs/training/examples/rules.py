@@ -74,8 +74,10 @@ def _is_linear(equation: Any, facts: Sequence[Fact]) -> bool:
     # These are linear in each operand, but a product of two sums has the products of different examples.
     if name in ("mul", "dot_general", "conv_general_dilated"):
         return forms.count("sum") == 1
+    # A quotient of integers is rounded, and a sum of rounded parts is another.
     if name == "div":
         return forms == ["sum", "shared"] and dtypes[0].kind not in "iu"
+    # Every part adds what it reads out of bounds, so that has to be 0.
     if name in ("dynamic_slice", "gather"):
         return forms[0] == "sum" and "sum" not in forms[1:] and equation.params.get("fill_value") in (None, 0)
     if name in ("select_n", "pad"):
@@ -102,6 +104,7 @@ def _facts_by_example(equation: Any, facts: Sequence[Fact], counts: Counts) -> l
     name, step, outvars = operation_name(equation), name_of_step(equation), equation.outvars
     batched = [index for index, fact in enumerate(facts) if fact.form == "examples"]
     refuse_misfits(equation, facts, counts)
+    # In a loop over the examples an array has those of its round, and no dim of them.
     if any(facts[index].dim is EACH_ROUND for index in batched):
         if all(facts[index].dim is EACH_ROUND for index in batched):
             return [Fact("examples", EACH_ROUND, is_own=True, **common) for _ in outvars]

@@ -127,6 +127,7 @@ def subset_choices(problem: KeepProblem, choices: Sequence[KeptValues]) -> list[
         members.setdefault(tuple(value in choice.kept for choice in choices), []).append(value)
     always = members.pop((True,) * len(choices), [])
     groups = sorted(members.values(), key=lambda group: -sum(problem.values[value].nbytes for value in group))
+    # Combinations double with each group: beyond the largest few, groups are always kept.
     always += [value for group in groups[_MOST_GROUPS:] for value in group]
     combinations = itertools.product(*(((), group) for group in groups[:_MOST_GROUPS]))
     return _best([kept_values(problem, {*always, *itertools.chain(*groups)}) for groups in combinations])
@@ -140,6 +141,7 @@ def _between(
     Segments are as in `less` one after the other, from the first on, instead of as in `more`; these choices are as good
     as the two. Of a loop they are the `subsets` between the two, and what has less on the host.
     """
+    # More memory that saves no time leaves nothing to choose between the two.
     if more.seconds >= less.seconds:
         return
     units = list(more.units)

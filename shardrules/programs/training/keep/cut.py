@@ -137,6 +137,7 @@ def kept_values(problem: KeepProblem, kept: Collection[int]) -> KeptValues:
 def _cut(problem: KeepProblem, costs: list[float]) -> tuple[list[int], Mapping[int, None]]:
     """The values that are available and the steps that are computed again, given what keeping each value costs."""
     first_step = 2 + len(problem.values)
+    # Keeping all that is needed is a cut, and the cheapest costs no more: so costs are scaled to integers by it.
     most = sum(costs[value] for value in problem.needed) + sum(problem.steps[step].seconds for step in problem.forced)
     most += sum(costs[value] for step in problem.forced for value in problem.steps[step].operands)
     unit = _SCALE / most if most > 0 else 0.0

@@ -46,6 +46,7 @@ class RuleValues:
         first = len(rule.outvars) - len(equation.outvars)
         inputs = dict.fromkeys((*rule.invars, *rule.constvars))
         indices: dict[Any, int] = {}
+        # Results come first, so that one which the backward rule reads as well has its position there.
         for index in (*range(first, len(rule.outvars)), *range(first)):
             var = rule.outvars[index]
             if not isinstance(var, Literal) and var not in inputs:

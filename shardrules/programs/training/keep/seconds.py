@@ -36,6 +36,7 @@ def equation_seconds(program: ClosedJaxpr, hardware: Hardware) -> tuple[list[flo
     seconds = [0.0] * len(program.jaxpr.eqns)
     written: list[list[bool]] = [[True] * len(equation.outvars) for equation in program.jaxpr.eqns]
     for op_index, operation in enumerate(traced.operations):
+        # The reader enters calls: their operations belong to the equation around them.
         owner = int(np.searchsorted(owners, operation.equation_index, "right")) - 1
         if operation.equation_index >= 0:
             seconds[owner] += costs.seconds_of_one(op_index)

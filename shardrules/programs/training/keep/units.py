@@ -75,6 +75,7 @@ def _units_in(
     those that are in memory anyway (`resident`)."""
     weights = _computed_from(body, resident)
     _spread(body, traced)
+    # Equal segments are looked for at the top alone: in a loop its body is the unit.
     runs = {} if path else {run.start: run for run in find_runs(body, [*map(flops_of, body.eqns)])}
     index = 0
     while index < len(body.eqns):

@@ -386,6 +386,7 @@ def _batch_splits(plan: AutoPlan, example_dims: ExampleDims) -> int:
     owners = zip(plan.specs, plan.call.argument_indices, strict=True)
     specs = [spec for spec, owner in owners if owner == len(plan.args) - 1]
     kinds = map(array_kind, jax.tree.leaves(plan.args[-1]))
+    # Specs are those of arrays, so leaves that are none have no part in the pairs below.
     dims = [dim for dim, kind in zip(example_dims, kinds, strict=True) if kind is not None]
     counts = [1]
     for spec, dim in zip(specs, dims, strict=True):

@@ -115,6 +115,7 @@ class TrainingSearch:
         fitting = [outcome for outcome in self.outcomes.values() if outcome.fits]
         if not fitting:
             return None
+        # Times so near are a tie, and then the simpler plan is better.
         most = min(outcome.seconds for outcome in fitting) * (1 + _TIE)
         alike = [outcome for outcome in fitting if outcome.seconds <= most]
 
@@ -140,6 +141,8 @@ class TrainingSearch:
         before, self.limit_bytes = self.outcomes, factor * self.limit_bytes
         for shape, outcome in self.free.items():
             self.free[shape] = attrs.evolve(outcome, fits=outcome.fits and outcome.peak_bytes <= self.limit_bytes)
+        # A plan that did not fit before fits no better now; one that now takes too much is forgotten, and may be
+        # planned again.
         self.outcomes = {
             key: outcome
             for key, outcome in before.items()
@@ -271,6 +274,7 @@ class TrainingSearch:
             yield self.microbatches
             return
         count, examples = 1, self.problem.loss.batch_size
+        # A loss that cannot be split has the whole batch as its only count.
         while count * splits <= examples and (count == 1 or not self.problem.split_refusal):
             if examples % (count * splits) == 0:
                 yield count
@@ -329,6 +333,7 @@ class TrainingSearch:
         """Plans what the best plan might keep more or less, as long as that is better."""
         while self.best is not None and not self.is_over:
             best, count = self.best, len(self.outcomes)
+            # Stages have a search of their own, which has tried what they may keep.
             if best.recipe.stages > 1:
                 return
             keeps = self.problem.keeps(best.recipe.microbatches)

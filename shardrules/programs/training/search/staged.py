@@ -108,6 +108,7 @@ class StageSearch:
             best = search.best
             if best is not None and self.least_seconds(staging) >= best.seconds:
                 continue
+            # The next plan may take twice as long as the longest so far.
             if search.count >= most_count or search.deadline.seconds_left <= 2 * search.longest_seconds:
                 break
             self.plan(staging)
@@ -154,6 +155,7 @@ class StageSearch:
         stagings = [staging for staging in self.plans if staging.shape == fastest.shape]
         chunked = []
         for chunks, staging in itertools.product((2, 4), stagings):
+            # Each chunk has as many places, of which the last ones may be without a layer.
             places = -(-layers // (chunks * fastest.stages)) * chunks * fastest.stages
             if places <= layers * (1 + _MOST_PADDING):
                 with_chunks = attrs.evolve(staging, places=places, chunks=chunks)
@@ -228,6 +230,7 @@ class StageSearch:
             return
         self.plans[staging] = free
         best = self.search.best
+        # A limit makes no plan faster: only a set-up that is fast without one is made to fit.
         if not free.fits and (best is None or free.seconds < best.seconds):
             first_fitting(range(len(keeps)), lambda index: self.plan_one(staging, keeps[index]).fits)
 

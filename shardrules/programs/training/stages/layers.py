@@ -54,6 +54,7 @@ class LayerLoop:
         read = dict.fromkeys((*reads([equation, *rest]), *outputs))
         computed = dict.fromkeys(var for each in first for var in each.outvars)
         by_microbatch = {var for var, flag in zip(jaxpr.invars, batched, strict=True) if flag}
+        # A value depends on the microbatch as soon as one of its operands does.
         for each in (*first, equation, *rest):
             if any(var in by_microbatch for var in reads([each])):
                 by_microbatch.update(each.outvars)
@@ -92,6 +93,7 @@ def _main_loop(program: ClosedJaxpr) -> tuple[int, float]:
     loops = {
         index: inner_runs(equation) * model_flops(scan_of(equation).body)
         for index, equation in enumerate(program.jaxpr.eqns)
+        # A loop without pieces has no stacked parameters.
         if is_scan(equation) and equation.invars[scan_of(equation).pieces]
     }
     if not loops:

@@ -43,6 +43,7 @@ def stage_layouts(problem: Problem, stages: int, ticks: int) -> list[np.ndarray]
         rows = np.arange(len(node.layouts))
         if possible.get(index):
             left = rows[np.isin(node.layouts[:, axis], list(possible[index]))]
+            # A node of which nothing is left keeps all of its layouts: a solver has to choose one.
             rows = left if len(left) else rows
         keep.append(rows)
     return keep

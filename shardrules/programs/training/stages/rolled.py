@@ -173,6 +173,7 @@ class _Layers:
         rows = dict.fromkeys(
             (index, position) for var, (_, index, position) in self.sources.items() if var in read and self.source(var)
         )
+        # A result may go round in several places: reversed, the first of them is kept.
         last = {result: place for place, (_, result) in reversed([*enumerate(inputs.carry.values())])}
         results = {result: self._results(result) for result in rows}
         # What only the last segment hands on is what the loop ends with.

@@ -224,6 +224,7 @@ class StagedProgram:
         def step(carry: list[Any], row: tuple[list[Any], Any]) -> tuple[list[Any], list[Any]]:
             arrays, exists = row if chunk is None else jax.tree.map(lambda array: _picked(array, chunk), row)
             results = mapped(*const_arrays, *carry, *arrays)
+            # A place without a layer hands on what it got.
             following = [
                 array if is_full else _where(exists, array, before)
                 for array, before in zip(results[:count], carry, strict=True)
