@@ -255,7 +255,7 @@ def _plan(
 ) -> SavePlan:
     caller = "save_safetensors"
     target = local_path(path, caller)
-    pairs = metadata.items() if isinstance(metadata, Mapping) else [(metadata,)]
+    pairs = metadata.items() if isinstance(metadata, Mapping) else [(None, None)]
     if metadata is not None and not all(isinstance(text, str) for pair in pairs for text in pair):
         raise ConfigTypeError(f"{caller}: metadata must be a table from strings to strings, got {shown(metadata)}")
     if alike := [key for key, text in (metadata or {}).items() if key != KEY and is_text(text)]:

@@ -122,9 +122,10 @@ def scale_batch(batch_size: int, before: AnyMesh, after: AnyMesh, axis: Axis) ->
                 raise _unknown_axis(name, mesh)
     old, new = (math.prod(mesh_sizes(mesh)[name] for name in names) for mesh in (before, after))
     if size % old:
+        nearest = [count * old for count in (size // old, size // old + 1) if count]
         raise MeshError(
             f"a batch of {size} over {old} devices is {size / old:.2f} for each, which no batch over {new} devices "
-            f"matches; start from {size // old * old} or {(size // old + 1) * old}"
+            f"matches; start from {' or '.join(map(str, nearest))}"
         )
     return size // old * new
 

@@ -165,6 +165,7 @@ def test_all_that_cannot_be_saved_is_listed(tmp_path: Path) -> None:
         ({"max_file_bytes": "5 gigs"}, ConfigError, "max_file_bytes must be a number of bytes"),
         ({"max_file_bytes": 0}, ConfigError, "max_file_bytes must be 1 or more, got 0"),
         ({"metadata": {"step": 3}}, ConfigTypeError, "metadata must be a table from strings to strings"),
+        ({"metadata": "abc"}, ConfigTypeError, "metadata must be a table from strings to strings, got 'abc'"),
         ({"metadata": [1]}, ConfigTypeError, r"metadata must be a table from strings to strings, got \[1\]"),
         ({"names": {"ww": "x"}}, CheckpointError, r"no-leaf: ww: .* has this path, and the tree .*did you mean 'w'"),
         ({"names": {"w": "x\ud800"}}, CheckpointError, r"name: w: 'x\\ud800' is not valid Unicode"),

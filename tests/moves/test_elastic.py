@@ -183,6 +183,8 @@ def test_batches_scale_with_the_axis(batch: int, before: str, after: str, axis: 
 def test_batches_must_divide_before() -> None:
     with pytest.raises(ValueError, match=r"100 over 8 devices is 12\.50 for each.* start from 96 or 104"):
         sr.meshes.scale_batch(100, sr.mesh_shape("data:8"), sr.mesh_shape("data:6"), "data")
+    with pytest.raises(ValueError, match=r"4 over 8 devices is 0\.50 for each.* start from 8$"):
+        sr.meshes.scale_batch(4, sr.mesh_shape("data:8"), sr.mesh_shape("data:6"), "data")
     with pytest.raises(sr.errors.MeshError, match=r"unknown axis 'dta'; the mesh is data:8 \(did you mean 'data'\?\)"):
         sr.meshes.scale_batch(96, sr.mesh_shape("data:8"), sr.mesh_shape("data:6"), "dta")
     with pytest.raises(sr.errors.ConfigError, match="batch_size"):

@@ -11,7 +11,6 @@ from jax.sharding import AbstractMesh, AxisType
 
 from shardrules.core.axes import AnyMesh, mesh_text
 from shardrules.core.errors import PlanError
-from shardrules.core.fields import whole_number
 from shardrules.core.finding import Finding, template
 from shardrules.core.leaf import Decision, Leaf, LogicalName
 from shardrules.core.spec import spec_from_json, spec_repr, spec_to_json
@@ -131,7 +130,8 @@ def loads(text: str) -> SavedPlan:
 
 def _check_argument_names(names: Sequence[str], groups: Sequence[tuple[list[str], Leaf, Decision]]) -> None:
     indices = [path.partition("/")[0] for paths, _, _ in groups for path in paths]
-    if names and not all((whole_number(index) or 0) < len(names) and index.isdecimal() for index in indices):
+    expected = {str(index) for index in range(len(names))}
+    if names and not expected.issuperset(indices):
         raise ValueError(f"paths do not begin with the index of one of {len(names)} arguments")
 
 

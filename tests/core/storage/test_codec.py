@@ -294,6 +294,19 @@ def test_a_text_that_was_changed_by_hand_is_refused(old: str, new: str) -> None:
         sr.ShardingPlan.from_json(GOLDEN.replace(old, new))
 
 
+@pytest.mark.parametrize("index", ["1", "-1", "01", "w", "9" * 20])
+def test_names_of_arguments_need_paths_that_begin_with_their_indices(index: str) -> None:
+    weight = sr.Leaf("0/w", (8, 4), np.dtype(np.float32), MESH)
+
+    def text(path: str) -> str:
+        leaf = codec.leaf_to_json([path], weight, sr.Decision(P(), "", "Rule"))
+        return codec.dumps({"data": 4}, [leaf], [], "attr", FINGERPRINT, ("x",))
+
+    assert codec.loads(text("0/w")).argument_names == ("x",)
+    with pytest.raises(sr.errors.PlanError, match="do not begin with the index of one of 1 arguments"):
+        codec.loads(text(f"{index}/w"))
+
+
 def test_names_of_several_axes_come_back() -> None:
     box = nn.Partitioned(np.ones((8, 4), np.float32), (("data", "model"), None))  # pyright: ignore[reportArgumentType]
     plan = sr.DimShardingRule("data", 0).plan({"w": box}, MESH)
