@@ -212,10 +212,10 @@ class Question:
     cache: Cache
 
     @classmethod
-    def of(cls, model: Model, mesh: str, smoke: bool, cache: Cache) -> "Question":
-        """Builds a model for a mesh."""
+    def of(cls, model: Model, mesh: str, smoke: bool, cache: Cache, target_name: str = "") -> "Question":
+        """Builds a model for a mesh, of H100s if no target is named."""
         shape = sr.mesh_shape(mesh)
-        target = sr.Target.parse(f"cpu:{shape.size}" if smoke else f"cuda:h100:{shape.size}")
+        target = sr.Target.parse(target_name or (f"cpu:{shape.size}" if smoke else f"cuda:h100:{shape.size}"))
         step, args = model.build(shape.size, smoke)
         arrays, rest = eqx.partition(args, is_shape)
         traced = jax.jit(lambda *leaves: eqx.filter(step(*eqx.combine(leaves, rest)), eqx.is_array)).trace(*arrays)

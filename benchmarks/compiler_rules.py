@@ -1,0 +1,327 @@
+"""What is each rule about a compiler worth?
+
+**Method.** Each rule that says what a compiler does is switched off, and the model is compared with the table of
+`compiled_plans.py` again: without it, what share of peaks is within 15 % of the compiler's, how far is the largest
+error, are plans still in the order of their compiled times (Kendall's tau, the mean over programs), and how much longer
+than the fastest does the plan take that the model prefers? It is asked for the programs that were looked at while the
+rules were made and for those that were set aside.
+
+Run it as `python benchmarks/compiler_rules.py`; it compiles nothing.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import attrs
+import jax
+from compiled_plans import MESH, PROGRAMS, SET_ASIDE, TARGETS, CompiledPlan, planning_mesh, read_layouts, read_table
+from plan_models.compiled import Cache, Question
+
+from shardrules.programs.autoplan.graph.machine import Machine
+from shardrules.programs.autoplan.run.call import Call, read_call
+from shardrules.programs.autoplan.solve.search import Task
+from shardrules.programs.autoplan.traced.program import TracedProgram, read_jaxpr
+
+AUTOPLAN = "shardrules.programs.autoplan."
+
+
+@final
+@attrs.frozen(eq=False)
+class Rule:
+    """A rule, and what stands in its place while it is off."""
+
+    name: str
+    patches: tuple[tuple[str, Any], ...]
+    """Pairs of a place, as `module:attribute` or `module:class.attribute`, and what to put there."""
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Switches the rule off inside a `with` block."""
+        before = []
+        for place, value in self.patches:
+            module_name, _, path = place.partition(":")
+            owner: Any = importlib.import_module(AUTOPLAN + module_name)
+            *classes, name = path.split(".")
+            for each in classes:
+                owner = getattr(owner, each)
+            before.append((owner, name, owner.__dict__[name]))
+            if isinstance(value, functools.cached_property):
+                value = functools.cached_property(value.func)
+                value.__set_name__(owner, name)
+            setattr(owner, name, value)
+        try:
+            yield
+        finally:
+            for owner, name, value in before:
+                setattr(owner, name, value)
+
+
+@final
+@attrs.frozen(eq=False)
+class Case:
+    """A program on a target, traced."""
+
+    name: str
+    target: str
+    call: Call
+    program: TracedProgram
+    machine: Machine
+    rows: tuple[CompiledPlan, ...]
+
+    def task(self) -> Task:
+        """Builds what the rules decide."""
+        return Task.of(self.program, self.machine, self.call.paths, self.call.feedback, {})
+
+
+@final
+@attrs.frozen
+class Point:
+    """What the model says of a compiled plan."""
+
+    row: CompiledPlan
+    peak_bytes: float
+    least_bytes: float
+    most_bytes: float
+    cost: float
+
+    @property
+    def ratio(self) -> float:
+        """The predicted peak over the compiler's."""
+        return self.peak_bytes / self.row.peak_bytes
+
+
+def read_cases(names: Sequence[str], targets: Sequence[str]) -> list[Case]:
+    """Traces the programs that are in the table."""
+    table, cases = read_table(), []
+    for target in targets:
+        for name in names:
+            rows = tuple(row for key, row in table.items() if key[:2] == (name, target))
+            if not rows:
+                continue
+            question = Question.of(PROGRAMS[name], MESH, False, Cache(None), target)
+            call = read_call(question.step, question.args, planning_mesh(question), name, None)
+            machine = Machine.of(planning_mesh(question), question.target.hardware, None)
+            cases.append(Case(name, target, call, read_jaxpr(call.jaxpr), machine, rows))
+            jax.clear_caches()
+    return cases
+
+
+def points(case: Case) -> list[Point]:
+    """What the model says of all plans of a case."""
+    task = case.task()
+    result = []
+    for row in case.rows:
+        choice = read_layouts(task.problem, row.layouts)
+        if choice is None:
+            print(f"{case.name}, {case.target}, {row.plan}: the problem has other layouts", file=sys.stderr)
+            continue
+        each = task.tight() if row.limit_bytes is not None else task
+        late, written = each.occupancy.peak(choice), each.as_written.peak(choice)
+        peak = each.compiled_peak(choice)
+        result.append(Point(row, peak, min(late, written), max(late, written), task.problem.cost(choice)))
+    return result
+
+
+def kendall(pairs: Sequence[tuple[float, float]]) -> float:
+    """Returns how far two figures of plans agree in their order; differences below 1 % do not count."""
+    score, count = 0, 0
+    for (a, b), (c, d) in itertools.combinations(pairs, 2):
+        if abs(b - d) <= 0.01 * max(b, d):
+            continue
+        count += 1
+        score += 0 if abs(a - c) <= 1e-6 * max(a, c) else 1 if (a < c) == (b < d) else -1
+    return score / count if count else math.nan
+
+
+def summary(all_points: Sequence[list[Point]], near: float) -> dict[str, float]:
+    """Summarizes how near the model is to the compiler."""
+    flat = [point for points in all_points for point in points]
+    free = [point for point in flat if point.row.limit_bytes is None]
+    taus = [kendall([(point.cost, point.row.seconds) for point in points]) for points in all_points]
+    taus = [tau for tau in taus if not math.isnan(tau)]
+    chosen = [
+        min(points, key=lambda point: point.cost).row.seconds / min(point.row.seconds for point in points)
+        for points in all_points
+        if points
+    ]
+    if not flat or not free:
+        return {}
+    return {
+        "near": sum(abs(point.ratio - 1) <= near for point in free) / len(free),
+        "spread": math.exp(sum(abs(math.log(point.ratio)) for point in free) / len(free)) - 1,
+        "least": min(point.ratio for point in free),
+        "most": max(point.ratio for point in free),
+        "tau": sum(taus) / len(taus) if taus else math.nan,
+        "chosen": math.exp(sum(map(math.log, chosen)) / len(chosen)),
+        "worst": max(chosen),
+    }
+
+
+def line(name: str, halves: Sequence[dict[str, float]]) -> str:
+    """A line of the table."""
+    cells = ["".join(f"{half[key]:8.3f}" if half else f"{'':8}" for key in COLUMNS) for half in halves]
+    return f"{name:44}" + "  |".join(cells)
+
+
+COLUMNS = ("near", "spread", "least", "most", "tau", "chosen", "worst")
+
+
+def off(*patches: Any) -> tuple[tuple[str, Any], ...]:
+    """Pairs up places and values."""
+    return tuple(zip(patches[::2], patches[1::2], strict=True))
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Returns `None`."""
+
+
+def no_dict(*_: Any, **__: Any) -> dict[Any, Any]:
+    """Returns nothing at all."""
+    return {}
+
+
+def no_items(*_: Any, **__: Any) -> tuple[()]:
+    """Returns nothing at all."""
+    return ()
+
+
+def false(*_: Any, **__: Any) -> bool:
+    """Returns `False`."""
+    return False
+
+
+def zeros_like_layouts(self: Any, op_index: int, *rest: Any) -> Any:
+    """Returns no bytes in each layout."""
+    import numpy as np
+
+    layouts = next(value for value in rest if isinstance(value, np.ndarray))
+    return np.zeros(len(layouts))
+
+
+def rules() -> list[Rule]:
+    """All rules."""
+    from shardrules.programs.autoplan.graph import edges as edges_module
+    from shardrules.programs.autoplan.traced import norms, order
+    from shardrules.programs.autoplan.traced.fusion import FusedProgram
+
+    def written_whole(name: str, value: Any) -> Any:
+        return name, value
+
+    empty_norms = norms.NormGradients({}, {}, {}, {})
+    return [
+        Rule("rows kept on chip share a read", off("traced.fusion:_join_rows", nothing)),
+        Rule("an optimizer is one kernel", off("traced.fusion:_join_optimizer", nothing)),
+        Rule("dots with vectors join elementwise kernels", off("traced.fusion:_join_dots", nothing)),
+        Rule("transposes are written in a wider dtype", off("traced.fusion:_widened", no_dict)),
+        Rule("pieces of stacks are updated on the way", off("traced.fusion:_updated_on_the_way", false)),
+        Rule("copies of what is overwritten", off("traced.fusion:copy_counts", no_dict)),
+        Rule("swapped dims are views", off("traced.kernels:_is_free_transpose", false)),
+        Rule("no transposes are views of matmuls", off("traced.kernels:_is_free_transpose", lambda o: o.name == "transpose")),
+        Rule("short rows are on chip", off("traced.kernels:reduced_rows", no_items, "traced.norms:reduced_rows", no_items, "traced.fusion:reduced_rows", no_items)),
+        Rule("rows divided by sums are written", off("traced.norms:summed_rows", no_dict, "traced.fusion:summed_rows", no_dict)),
+        Rule("shifted rows are written", off("traced.norms:shifted_rows", no_dict, "traced.fusion:shifted_rows", no_dict)),
+        Rule("series are written", off("traced.norms:_SERIES", frozenset())),
+        Rule("inputs of norms are written", off("traced.norms:_is_normalised", false)),
+        Rule("gradients of norms", off("traced.norms:NormGradients.of", classmethod(lambda cls, program, written: empty_norms))),
+        Rule("all about norms, losses, series", off("traced.fusion:with_norms", lambda program, written: (written, {}), "traced.norms:NormGradients.of", classmethod(lambda cls, program, written: empty_norms), "traced.fusion:shifted_rows", no_dict, "traced.fusion:summed_rows", no_dict)),
+        Rule("rows are read and written apart", off("traced.fusion:FusedProgram.keeps_rows", false)),
+        Rule("matmuls are put off", off("solve.search:late_order", order.program_order)),
+        Rule("matmuls before the last are put off", off("traced.order:_Items.put_off", lambda self: (lambda last: (last, last))(self.late(self.waiting(self.matmuls))))),
+        Rule("chains are ordered apart", off("traced.order:_Items.chains", lambda self, matmuls: dict.fromkeys(self.heads, 0))),
+        Rule("updates run soon", off("traced.order:_Items.soon", lambda self, ordered: list(ordered))),
+        Rule("gaps between arrays", off("graph.machine:Assumptions", functools.partial(importlib.import_module(AUTOPLAN + "graph.machine").Assumptions, temporaries=1.0))),
+        Rule("late lookups of losses", off("solve.memory:_looked_up_dims", no_items)),
+        Rule("chains write over what they read", off("solve.memory:_overwritten_source", nothing)),
+        Rule("results are written over arguments", off("solve.memory:_overwritten", no_dict)),
+        Rule("updates are in place", off("solve.memory:_updated", no_dict)),
+        Rule("what enters loops is written", off("solve.memory:_entering_stays", no_items)),
+        Rule("ragged matmuls copy rows", off("solve.memory:_expansion_stays", no_items)),
+        Rule("stacks are made together", off("solve.memory:_first_stacks", lambda program, spans: _own_stacks(program, spans))),
+        Rule("what branches take stays", off("solve.memory:_branch_ends", no_dict)),
+        Rule("all is put off, whatever is sent", off("solve.search:Task._compiled_peak", lambda self, choice: self.occupancy.peak(choice))),
+        Rule("nothing is put off", off("solve.search:Task._compiled_peak", lambda self, choice: self.as_written.peak(choice))),
+        Rule("half of it is put off", off("solve.search:Task._compiled_peak", lambda self, choice: (self.as_written.peak(choice) + self.occupancy.peak(choice)) / 2)),
+        Rule("operands of dots are copied", off("graph.compute_cost:ComputeCosts._operand_copy_bytes", zeros_like_layouts)),
+        Rule("filters are copied", off("graph.compute_cost:ComputeCosts._filter_copy_bytes", zeros_like_layouts)),
+        Rule("masked copies take time", off("graph.compute_cost:ComputeCosts._masked_copy_bytes", zeros_like_layouts)),
+        Rule("dots with vectors are reordered", off("graph.edges:EdgeBuilder._reordered_bytes", lambda self, array: 0)),
+        Rule("matrices are reordered", off("graph.edges:EdgeBuilder._reordering_seconds", lambda self, edge, nbytes: edges_module.np.zeros((1, 1)))),
+        Rule("broadcasts are reordered", off("traced.broadcasts:Broadcasts.larger_bytes", lambda self, array: 0)),
+        Rule("stacks are copied to arguments", off("graph.compute_cost:ComputeCosts._copied_stacks", functools.cached_property(lambda self: frozenset()))),
+        Rule("pieces of stacks are updated (time)", off("graph.compute_cost:ComputeCosts._updated_pieces", functools.cached_property(lambda self: {}))),
+        Rule("short rows are gathered slowly", off("graph.compute_cost:ROW_BYTES", 0)),
+        Rule("reductions of apart dims launch more", off("graph.compute_cost:reduced_runs", lambda operation: 1)),
+        Rule("lone collectives pay latency", off("graph.edges:EdgeBuilder._is_alone", lambda self, reads, array: False)),
+        Rule("cumulative sums are kernels", off("traced.kernels:WHOLE", importlib.import_module(AUTOPLAN + "traced.kernels").WHOLE - {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})),
+    ]
+
+
+def _own_stacks(program: TracedProgram, spans: Any) -> Any:
+    from shardrules.programs.autoplan.solve import memory
+
+    class Starts(dict):
+        def __missing__(self, key: Any) -> int:
+            return 0
+
+    return memory_first(program, spans)
+
+
+memory_first: Callable[..., Any] = no_dict
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description="What each rule about a compiler is worth.")
+    parser.add_argument("--programs", nargs="*", choices=PROGRAMS, default=list(PROGRAMS), metavar="PROGRAM")
+    parser.add_argument("--targets", nargs="*", choices=TARGETS, default=list(TARGETS), metavar="TARGET")
+    parser.add_argument("--plans", action="store_true", help="show what the model says of every plan")
+    parser.add_argument("--rules", nargs="*", help="only rules whose names contain one of these")
+    options = parser.parse_args(arguments)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    for target in options.targets:
+        near = 0.15 if target.startswith("cuda") else 0.25
+        cases = read_cases(options.programs, [target])
+        seen = [case for case in cases if case.name not in SET_ASIDE]
+        aside = [case for case in cases if case.name in SET_ASIDE]
+        if options.plans:
+            for case in cases:
+                for point in points(case):
+                    print(
+                        f"{case.name:20}{point.row.plan[:46]:48}{point.row.peak_bytes / 1e9:8.2f} GB {point.ratio:6.2f} "
+                        f"({point.least_bytes / point.row.peak_bytes:.2f} to {point.most_bytes / point.row.peak_bytes:.2f}) "
+                        f"{1e3 * point.row.seconds:9.2f} ms {point.cost / point.row.seconds:6.2f}"
+                    )
+            continue
+        print(f"\n{target}: {len(seen)} programs seen, {len(aside)} set aside")
+        print(f"{'without':44}" + "  |".join(["".join(f"{column:>8}" for column in COLUMNS)] * 2))
+
+        def measure() -> list[dict[str, float]]:
+            return [summary([points(case) for case in half], near) for half in (seen, aside)]
+
+        print(line("(all rules on)", measure()), flush=True)
+        for rule in rules():
+            if options.rules and not any(word in rule.name for word in options.rules):
+                continue
+            start = time.monotonic()
+            try:
+                with rule.off():
+                    halves = measure()
+                print(line(rule.name, halves), f"  {time.monotonic() - start:.0f} s", flush=True)
+            except Exception as error:  # noqa: BLE001
+                print(f"{rule.name:44}{type(error).__name__}: {error!s:.120}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
