@@ -179,7 +179,9 @@ def compiled(question: Question, name: str, plan: sr.reports.AutoPlan, free: Pro
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         planned = plan.jit(question.step, donate_argnums=question.model.donated)
         lowered, options = planned.lower(*question.args), planned.compiler_options(question.device_mesh)
-    compilation = question.cache.compilation(lowered, f"{question.target} {options}" if options else str(question.target))
+    compilation = question.cache.compilation(
+        lowered, f"{question.target} {options}" if options else str(question.target)
+    )
     program, collectives, kernels = question.read(compilation.text)
     wire: dict[str, int] = {}
     for collective in collectives:

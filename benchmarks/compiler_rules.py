@@ -14,12 +14,10 @@ import contextlib
 import functools
 import importlib
 import itertools
-import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, final
 
 import attrs
@@ -30,9 +28,9 @@ from plan_models.compiled import Cache, Question
 from shardrules.programs.autoplan.graph.machine import Machine
 from shardrules.programs.autoplan.run.call import Call, read_call
 from shardrules.programs.autoplan.solve.search import Task
-from shardrules.programs.autoplan.traced.program import TracedProgram, read_jaxpr
+from shardrules.programs.traced.program import TracedProgram, read_jaxpr
 
-AUTOPLAN = "shardrules.programs.autoplan."
+PROGRAMS_ROOM = "shardrules.programs."
 
 
 @final
@@ -50,7 +48,7 @@ class Rule:
         before = []
         for place, value in self.patches:
             module_name, _, path = place.partition(":")
-            owner: Any = importlib.import_module(AUTOPLAN + module_name)
+            owner: Any = importlib.import_module(PROGRAMS_ROOM + module_name)
             *classes, name = path.split(".")
             for each in classes:
                 owner = getattr(owner, each)
@@ -211,63 +209,165 @@ def zeros_like_layouts(self: Any, op_index: int, *rest: Any) -> Any:
 def rules() -> list[Rule]:
     """All rules."""
     from shardrules.programs.autoplan.graph import edges as edges_module
-    from shardrules.programs.autoplan.traced import norms, order
-    from shardrules.programs.autoplan.traced.fusion import FusedProgram
+    from shardrules.programs.compilers import norms, order
 
     def written_whole(name: str, value: Any) -> Any:
         return name, value
 
     empty_norms = norms.NormGradients({}, {}, {}, {})
     return [
-        Rule("rows kept on chip share a read", off("traced.fusion:_join_rows", nothing)),
-        Rule("an optimizer is one kernel", off("traced.fusion:_join_optimizer", nothing)),
-        Rule("dots with vectors join elementwise kernels", off("traced.fusion:_join_dots", nothing)),
-        Rule("transposes are written in a wider dtype", off("traced.fusion:_widened", no_dict)),
-        Rule("pieces of stacks are updated on the way", off("traced.fusion:_updated_on_the_way", false)),
-        Rule("copies of what is overwritten", off("traced.fusion:copy_counts", no_dict)),
-        Rule("swapped dims are views", off("traced.kernels:_is_free_transpose", false)),
-        Rule("no transposes are views of matmuls", off("traced.kernels:_is_free_transpose", lambda o: o.name == "transpose")),
-        Rule("short rows are on chip", off("traced.kernels:reduced_rows", no_items, "traced.norms:reduced_rows", no_items, "traced.fusion:reduced_rows", no_items)),
-        Rule("rows divided by sums are written", off("traced.norms:summed_rows", no_dict, "traced.fusion:summed_rows", no_dict)),
-        Rule("shifted rows are written", off("traced.norms:shifted_rows", no_dict, "traced.fusion:shifted_rows", no_dict)),
-        Rule("series are written", off("traced.norms:_SERIES", frozenset())),
-        Rule("inputs of norms are written", off("traced.norms:_is_normalised", false)),
-        Rule("gradients of norms", off("traced.norms:NormGradients.of", classmethod(lambda cls, program, written: empty_norms))),
-        Rule("all about norms, losses, series", off("traced.fusion:with_norms", lambda program, written: (written, {}), "traced.norms:NormGradients.of", classmethod(lambda cls, program, written: empty_norms), "traced.fusion:shifted_rows", no_dict, "traced.fusion:summed_rows", no_dict)),
-        Rule("rows are read and written apart", off("traced.fusion:FusedProgram.keeps_rows", false)),
-        Rule("matmuls are put off", off("solve.search:late_order", order.program_order)),
-        Rule("matmuls before the last are put off", off("traced.order:_Items.put_off", lambda self: (lambda last: (last, last))(self.late(self.waiting(self.matmuls))))),
-        Rule("chains are ordered apart", off("traced.order:_Items.chains", lambda self, matmuls: dict.fromkeys(self.heads, 0))),
-        Rule("updates run soon", off("traced.order:_Items.soon", lambda self, ordered: list(ordered))),
-        Rule("gaps between arrays", off("graph.machine:Assumptions", functools.partial(importlib.import_module(AUTOPLAN + "graph.machine").Assumptions, temporaries=1.0))),
-        Rule("late lookups of losses", off("solve.memory:_looked_up_dims", no_items)),
-        Rule("chains write over what they read", off("solve.memory:_overwritten_source", nothing)),
-        Rule("results are written over arguments", off("solve.memory:_overwritten", no_dict)),
-        Rule("updates are in place", off("solve.memory:_updated", no_dict)),
-        Rule("what enters loops is written", off("solve.memory:_entering_stays", no_items)),
-        Rule("ragged matmuls copy rows", off("solve.memory:_expansion_stays", no_items)),
-        Rule("stacks are made together", off("solve.memory:_first_stacks", lambda program, spans: _own_stacks(program, spans))),
-        Rule("what branches take stays", off("solve.memory:_branch_ends", no_dict)),
-        Rule("all is put off, whatever is sent", off("solve.search:Task._compiled_peak", lambda self, choice: self.occupancy.peak(choice))),
-        Rule("nothing is put off", off("solve.search:Task._compiled_peak", lambda self, choice: self.as_written.peak(choice))),
-        Rule("half of it is put off", off("solve.search:Task._compiled_peak", lambda self, choice: (self.as_written.peak(choice) + self.occupancy.peak(choice)) / 2)),
-        Rule("operands of dots are copied", off("graph.compute_cost:ComputeCosts._operand_copy_bytes", zeros_like_layouts)),
-        Rule("filters are copied", off("graph.compute_cost:ComputeCosts._filter_copy_bytes", zeros_like_layouts)),
-        Rule("masked copies take time", off("graph.compute_cost:ComputeCosts._masked_copy_bytes", zeros_like_layouts)),
-        Rule("dots with vectors are reordered", off("graph.edges:EdgeBuilder._reordered_bytes", lambda self, array: 0)),
-        Rule("matrices are reordered", off("graph.edges:EdgeBuilder._reordering_seconds", lambda self, edge, nbytes: edges_module.np.zeros((1, 1)))),
-        Rule("broadcasts are reordered", off("traced.broadcasts:Broadcasts.larger_bytes", lambda self, array: 0)),
-        Rule("stacks are copied to arguments", off("graph.compute_cost:ComputeCosts._copied_stacks", functools.cached_property(lambda self: frozenset()))),
-        Rule("pieces of stacks are updated (time)", off("graph.compute_cost:ComputeCosts._updated_pieces", functools.cached_property(lambda self: {}))),
-        Rule("short rows are gathered slowly", off("graph.compute_cost:ROW_BYTES", 0)),
-        Rule("reductions of apart dims launch more", off("graph.compute_cost:reduced_runs", lambda operation: 1)),
-        Rule("lone collectives pay latency", off("graph.edges:EdgeBuilder._is_alone", lambda self, reads, array: False)),
-        Rule("cumulative sums are kernels", off("traced.kernels:WHOLE", importlib.import_module(AUTOPLAN + "traced.kernels").WHOLE - {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})),
+        Rule("rows kept on chip share a read", off("compilers.fusion:_join_rows", nothing)),
+        Rule("an optimizer is one kernel", off("compilers.fusion:_join_optimizer", nothing)),
+        Rule("dots with vectors join elementwise kernels", off("compilers.fusion:_join_dots", nothing)),
+        Rule("transposes are written in a wider dtype", off("compilers.fusion:_widened", no_dict)),
+        Rule("pieces of stacks are updated on the way", off("compilers.fusion:_updated_on_the_way", false)),
+        Rule("copies of what is overwritten", off("compilers.fusion:copy_counts", no_dict)),
+        Rule("swapped dims are views", off("compilers.kernels:_is_free_transpose", false)),
+        Rule(
+            "no transposes are views of matmuls",
+            off("compilers.kernels:_is_free_transpose", lambda o: o.name == "transpose"),
+        ),
+        Rule(
+            "short rows are on chip",
+            off(
+                "compilers.kernels:reduced_rows",
+                no_items,
+                "compilers.norms:reduced_rows",
+                no_items,
+                "compilers.fusion:reduced_rows",
+                no_items,
+            ),
+        ),
+        Rule(
+            "rows divided by sums are written",
+            off("compilers.norms:summed_rows", no_dict, "compilers.fusion:summed_rows", no_dict),
+        ),
+        Rule(
+            "shifted rows are written",
+            off("compilers.norms:shifted_rows", no_dict, "compilers.fusion:shifted_rows", no_dict),
+        ),
+        Rule("series are written", off("compilers.norms:_SERIES", frozenset())),
+        Rule("inputs of norms are written", off("compilers.norms:_is_normalised", false)),
+        Rule(
+            "gradients of norms",
+            off("compilers.norms:NormGradients.of", classmethod(lambda cls, program, written: empty_norms)),
+        ),
+        Rule(
+            "all about norms, losses, series",
+            off(
+                "compilers.fusion:with_norms",
+                lambda program, written: (written, {}),
+                "compilers.norms:NormGradients.of",
+                classmethod(lambda cls, program, written: empty_norms),
+                "compilers.fusion:shifted_rows",
+                no_dict,
+                "compilers.fusion:summed_rows",
+                no_dict,
+            ),
+        ),
+        Rule("rows are read and written apart", off("compilers.fusion:FusedProgram.keeps_rows", false)),
+        Rule("matmuls are put off", off("autoplan.solve.search:late_order", order.program_order)),
+        Rule(
+            "matmuls before the last are put off",
+            off(
+                "compilers.order:_Items.put_off",
+                lambda self: (lambda last: (last, last))(self.late(self.waiting(self.matmuls))),
+            ),
+        ),
+        Rule(
+            "chains are ordered apart",
+            off("compilers.order:_Items.chains", lambda self, matmuls: dict.fromkeys(self.heads, 0)),
+        ),
+        Rule("updates run soon", off("compilers.order:_Items.soon", lambda self, ordered: list(ordered))),
+        Rule(
+            "gaps between arrays",
+            off(
+                "autoplan.graph.machine:Assumptions",
+                functools.partial(
+                    importlib.import_module(PROGRAMS_ROOM + "autoplan.graph.machine").Assumptions, temporaries=1.0
+                ),
+            ),
+        ),
+        Rule("late lookups of losses", off("autoplan.solve.memory:_looked_up_dims", no_items)),
+        Rule("chains write over what they read", off("autoplan.solve.memory:_overwritten_source", nothing)),
+        Rule("results are written over arguments", off("autoplan.solve.memory:_overwritten", no_dict)),
+        Rule("updates are in place", off("autoplan.solve.memory:_updated", no_dict)),
+        Rule("what enters loops is written", off("autoplan.solve.memory:_entering_stays", no_items)),
+        Rule("ragged matmuls copy rows", off("autoplan.solve.memory:_expansion_stays", no_items)),
+        Rule(
+            "stacks are made together",
+            off("autoplan.solve.memory:_first_stacks", lambda program, spans: _own_stacks(program, spans)),
+        ),
+        Rule("what branches take stays", off("autoplan.solve.memory:_branch_ends", no_dict)),
+        Rule(
+            "all is put off, whatever is sent",
+            off("autoplan.solve.search:Task._compiled_peak", lambda self, choice: self.occupancy.peak(choice)),
+        ),
+        Rule(
+            "nothing is put off",
+            off("autoplan.solve.search:Task._compiled_peak", lambda self, choice: self.as_written.peak(choice)),
+        ),
+        Rule(
+            "half of it is put off",
+            off(
+                "autoplan.solve.search:Task._compiled_peak",
+                lambda self, choice: (self.as_written.peak(choice) + self.occupancy.peak(choice)) / 2,
+            ),
+        ),
+        Rule(
+            "operands of dots are copied",
+            off("autoplan.graph.compute_cost:ComputeCosts._operand_copy_bytes", zeros_like_layouts),
+        ),
+        Rule(
+            "filters are copied", off("autoplan.graph.compute_cost:ComputeCosts._filter_copy_bytes", zeros_like_layouts)
+        ),
+        Rule(
+            "masked copies take time",
+            off("autoplan.graph.compute_cost:ComputeCosts._masked_copy_bytes", zeros_like_layouts),
+        ),
+        Rule(
+            "dots with vectors are reordered",
+            off("autoplan.graph.edges:EdgeBuilder._reordered_bytes", lambda self, array: 0),
+        ),
+        Rule(
+            "matrices are reordered",
+            off(
+                "autoplan.graph.edges:EdgeBuilder._reordering_seconds",
+                lambda self, edge, nbytes: edges_module.np.zeros((1, 1)),
+            ),
+        ),
+        Rule("broadcasts are reordered", off("compilers.broadcasts:Broadcasts.larger_bytes", lambda self, array: 0)),
+        Rule(
+            "stacks are copied to arguments",
+            off(
+                "autoplan.graph.compute_cost:ComputeCosts._copied_stacks",
+                functools.cached_property(lambda self: frozenset()),
+            ),
+        ),
+        Rule(
+            "pieces of stacks are updated (time)",
+            off("autoplan.graph.compute_cost:ComputeCosts._updated_pieces", functools.cached_property(lambda self: {})),
+        ),
+        Rule("short rows are gathered slowly", off("autoplan.graph.compute_cost:ROW_BYTES", 0)),
+        Rule(
+            "reductions of apart dims launch more", off("autoplan.graph.compute_cost:reduced_runs", lambda operation: 1)
+        ),
+        Rule(
+            "lone collectives pay latency",
+            off("autoplan.graph.edges:EdgeBuilder._is_alone", lambda self, reads, array: False),
+        ),
+        Rule(
+            "cumulative sums are kernels",
+            off(
+                "compilers.kernels:WHOLE",
+                importlib.import_module(PROGRAMS_ROOM + "compilers.kernels").WHOLE
+                - {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"},
+            ),
+        ),
     ]
 
 
 def _own_stacks(program: TracedProgram, spans: Any) -> Any:
-    from shardrules.programs.autoplan.solve import memory
 
     class Starts(dict):
         def __missing__(self, key: Any) -> int:

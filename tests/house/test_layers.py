@@ -14,7 +14,7 @@ TREES = ("core", "mesh", "rules", "placement", "checkpoints", "moves", "checks",
 
 PROGRAMS = (
     *("jaxprs", "machine", "compiled", "costs", "compiling", "profiles", "audits"),
-    *("regions", "attention", "experts", "pipelines", "autoplan", "training"),
+    *("regions", "attention", "experts", "pipelines", "traced", "compilers", "autoplan", "training"),
 )
 """The rooms of `programs`."""
 

@@ -11,7 +11,7 @@ PROGRAMS = REPOSITORY / "shardrules" / "programs"
 
 MAPS = {
     "map-of-programs.md": PROGRAMS,
-    "how-autoplan-works.md": PROGRAMS / "autoplan",
+    "how-autoplan-works.md": PROGRAMS,
     "what-a-training-plan-decides.md": PROGRAMS / "training",
 }
 """Each page with a map, and the folder that it is of."""
@@ -42,7 +42,7 @@ def missing_modules(text: str, folder: Path) -> list[str]:
     missing: list[str] = []
     under = folder
     for row in re.findall(r"^\| *.+$", text, re.MULTILINE):
-        named = re.match(r"\| `(\w+/)` ", row)
+        named = re.match(r"\| `([\w/]+/)` ", row)
         under = folder / named[1] if named else folder if row.startswith("|---") else under
         names = re.findall(r"`([\w/]+(?:\.py|/))`", row)
         # A name with a folder in it may also be told from the folder of the whole map.

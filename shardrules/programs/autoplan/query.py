@@ -26,10 +26,10 @@ from shardrules.programs.autoplan.solve.deadline import Deadline
 from shardrules.programs.autoplan.solve.limits import search_within
 from shardrules.programs.autoplan.solve.proof import memory_bound
 from shardrules.programs.autoplan.solve.search import SearchResult, Task
-from shardrules.programs.autoplan.traced.program import TracedProgram, read_jaxpr
 from shardrules.programs.compiling.arguments import argument_names
 from shardrules.programs.machine.hardware import Hardware, sheets
 from shardrules.programs.machine.targets import Target
+from shardrules.programs.traced.program import TracedProgram, read_jaxpr
 
 
 @final

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardrules.programs.autoplan.traced.factors.table import Factors
 from shardrules.programs.jaxprs.walk import programs_in
+from shardrules.programs.traced.factors.table import Factors
 
 KERNELS = ("pallas_call", "mpmd_map", "core_map", "scaled_dot")
 OPS = "jax.experimental.pallas.ops."

@@ -14,9 +14,9 @@ from shardrules.core.axes import mesh_sizes
 from shardrules.programs.autoplan.answer.plan import AutoPlan
 from shardrules.programs.autoplan.run.rewrite import chosen_layouts, with_layouts
 from shardrules.programs.autoplan.solve.proof import memory_bound
-from shardrules.programs.autoplan.traced.fusion import FusedProgram
-from shardrules.programs.autoplan.traced.program import changes_memory, is_on_host, read_jaxpr
+from shardrules.programs.compilers.fusion import FusedProgram
 from shardrules.programs.jaxprs.walk import equations
+from shardrules.programs.traced.program import changes_memory, is_on_host, read_jaxpr
 
 SHAPE = jax.ShapeDtypeStruct
 WIDTH, ROWS, LAYERS = 256, 4096, 4

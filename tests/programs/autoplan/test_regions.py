@@ -11,7 +11,7 @@ from jax.experimental.pallas import triton
 
 import shardrules as sr
 from shardrules.programs.autoplan.run.call import read_call
-from shardrules.programs.autoplan.traced.factors.table import Factors, op_factors
+from shardrules.programs.traced.factors.table import Factors, op_factors
 from tests.programs.examples import mesh_on
 from tests.programs.regions.test_region import SHARDED_ATTENTION, attention, close, real
 

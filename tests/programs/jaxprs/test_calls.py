@@ -16,9 +16,9 @@ from shardrules.programs.autoplan.graph.machine import Machine
 from shardrules.programs.autoplan.run.call import read_call
 from shardrules.programs.autoplan.run.rewrite import chosen_layouts, with_layouts
 from shardrules.programs.autoplan.solve.search import Task
-from shardrules.programs.autoplan.traced.program import read_jaxpr
 from shardrules.programs.jaxprs.calls import InlinedCall
 from shardrules.programs.jaxprs.walk import open_jaxpr
+from shardrules.programs.traced.program import read_jaxpr
 
 MATRICES = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4, 4)) + 8 * np.eye(4), jnp.float32)
 VECTORS = jnp.asarray(np.random.default_rng(1).normal(size=(8, 4, 2)), jnp.float32)

@@ -14,9 +14,9 @@ from shardrules.programs.autoplan.graph.layouts import dim_axes, spec_of
 from shardrules.programs.autoplan.graph.machine import COLLECTIVE_KINDS
 from shardrules.programs.autoplan.graph.problem import Problem
 from shardrules.programs.autoplan.graph.region_cost import shard_axes
-from shardrules.programs.autoplan.traced.program import TracedProgram
-from shardrules.programs.autoplan.traced.unions import Unions
 from shardrules.programs.costs.step_time import seconds_text
+from shardrules.programs.traced.program import TracedProgram
+from shardrules.programs.traced.unions import Unions
 
 _Dim: TypeAlias = tuple[int, int]
 """The index of an array and one of its dims."""

@@ -16,9 +16,9 @@ from shardrules.programs.autoplan.graph.machine import has_sheet
 from shardrules.programs.autoplan.run.call import Call
 from shardrules.programs.autoplan.solve.proof import AT_REST, MemoryBound
 from shardrules.programs.autoplan.solve.search import Task
-from shardrules.programs.autoplan.traced.program import TracedProgram
 from shardrules.programs.compiling.saved_names import saved_name_findings
 from shardrules.programs.machine.hardware import Hardware
+from shardrules.programs.traced.program import TracedProgram
 
 COSTLY_RATIO = 2.0
 """The ratio of times from which a pin is called costly, chosen by hand: pins have reasons that the planner does not

@@ -6,8 +6,8 @@ from shardrules.core.finding import Finding
 from shardrules.core.text import bytes_text
 from shardrules.programs.autoplan.graph.compute_cost import ComputeCosts
 from shardrules.programs.autoplan.graph.problem import Problem
-from shardrules.programs.autoplan.traced.program import Operation
 from shardrules.programs.costs.step_time import seconds_text
+from shardrules.programs.traced.program import Operation
 
 _CODE = "unknown-operation"
 

@@ -26,11 +26,11 @@ from shardrules.programs.autoplan.graph.layouts import WHOLE, all_layouts
 from shardrules.programs.autoplan.graph.machine import Machine
 from shardrules.programs.autoplan.graph.problem import Node, Problem
 from shardrules.programs.autoplan.graph.region_cost import RegionCosts
-from shardrules.programs.autoplan.traced.alike import op_classes
-from shardrules.programs.autoplan.traced.clusters import Clusters, find_clusters
-from shardrules.programs.autoplan.traced.fusion import FusedProgram
-from shardrules.programs.autoplan.traced.program import TracedProgram
-from shardrules.programs.autoplan.traced.sums import PartialSums
+from shardrules.programs.compilers.fusion import FusedProgram
+from shardrules.programs.traced.alike import op_classes
+from shardrules.programs.traced.clusters import Clusters, find_clusters
+from shardrules.programs.traced.program import TracedProgram
+from shardrules.programs.traced.sums import PartialSums
 
 _PASSED_ON = ("optimization_barrier", "pvary", "device_put")
 """Primitives whose results are their operands."""

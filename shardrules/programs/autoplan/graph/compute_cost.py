@@ -16,17 +16,17 @@ from shardrules.programs.autoplan.graph.home import Home, nest_home, project
 from shardrules.programs.autoplan.graph.host_moves import host_move
 from shardrules.programs.autoplan.graph.layouts import shard_counts
 from shardrules.programs.autoplan.graph.machine import Machine
-from shardrules.programs.autoplan.graph.operand_copies import OperandCopies, copied_filter
-from shardrules.programs.autoplan.traced.fusion import FusedProgram
-from shardrules.programs.autoplan.traced.kernels import IN_PLACE, is_matmul, reduced_runs
-from shardrules.programs.autoplan.traced.program import Operation
-from shardrules.programs.autoplan.traced.ragged import copied_operands, group_count, group_factor, sums_rows
+from shardrules.programs.compilers.fusion import FusedProgram
+from shardrules.programs.compilers.kernels import IN_PLACE, is_matmul, reduced_runs
+from shardrules.programs.compilers.operand_copies import OperandCopies, copied_filter
+from shardrules.programs.compilers.ragged import copied_operands, group_count, group_factor, sums_rows
 from shardrules.programs.compiling.fused_calls import fused_matmul
 from shardrules.programs.costs.attention import attention_seconds, is_attention
 from shardrules.programs.costs.kernels import READS_PER_WRITE
 from shardrules.programs.costs.matmul import flops_seconds, matmul_seconds
 from shardrules.programs.costs.memory import host_seconds, traffic_seconds
 from shardrules.programs.machine.measured import ROW_BYTES
+from shardrules.programs.traced.program import Operation
 
 
 @final

@@ -12,11 +12,11 @@ from shardrules.programs.autoplan.graph.home import Home, project
 from shardrules.programs.autoplan.graph.layouts import PARTIAL, Moves, moves, shard_counts
 from shardrules.programs.autoplan.graph.machine import Machine
 from shardrules.programs.autoplan.graph.problem import Edge, Node, read_region
-from shardrules.programs.autoplan.traced.broadcasts import Broadcasts
-from shardrules.programs.autoplan.traced.kernels import is_matmul
-from shardrules.programs.autoplan.traced.program import Operation, TracedProgram
-from shardrules.programs.autoplan.traced.waiting import Waiting
+from shardrules.programs.compilers.broadcasts import Broadcasts
+from shardrules.programs.compilers.kernels import is_matmul
+from shardrules.programs.compilers.waiting import Waiting
 from shardrules.programs.costs.memory import traffic_seconds
+from shardrules.programs.traced.program import Operation, TracedProgram
 
 
 @final

@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 
 from shardrules.programs.autoplan.graph.layouts import PARTIAL, WHOLE
-from shardrules.programs.autoplan.traced.factors.table import Factors
+from shardrules.programs.traced.factors.table import Factors
 
 
 @final

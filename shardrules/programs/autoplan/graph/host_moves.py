@@ -5,7 +5,7 @@ from typing import final
 import attrs
 
 from shardrules.programs.autoplan.graph.machine import Assumptions
-from shardrules.programs.autoplan.traced.program import Operation, TracedProgram, changes_memory
+from shardrules.programs.traced.program import Operation, TracedProgram, changes_memory
 
 EXPOSED_ARGUMENTS = 0.9
 """The part of the time that a device waits for arguments from the host and results to it. They are moved around the

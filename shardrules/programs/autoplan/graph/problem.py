@@ -20,8 +20,8 @@ from jax.extend.core import ClosedJaxpr
 from shardrules.programs.autoplan.graph.home import Home, project
 from shardrules.programs.autoplan.graph.layouts import WHOLE, Moves
 from shardrules.programs.autoplan.graph.machine import COLLECTIVE_KINDS, Machine
-from shardrules.programs.autoplan.traced.fusion import FusedProgram
-from shardrules.programs.autoplan.traced.program import Operation, TracedProgram
+from shardrules.programs.compilers.fusion import FusedProgram
+from shardrules.programs.traced.program import Operation, TracedProgram
 
 _NOTHING = np.zeros((1, 1))
 """A table of no seconds, for any number of layouts."""

@@ -13,13 +13,13 @@ from shardrules.programs.autoplan.graph.compute_cost import ComputeCosts
 from shardrules.programs.autoplan.graph.layouts import dim_axes, dim_shard_count
 from shardrules.programs.autoplan.graph.machine import COLLECTIVE_KINDS, Machine
 from shardrules.programs.autoplan.graph.problem import RegionPrice
-from shardrules.programs.autoplan.traced.fusion import FusedProgram
-from shardrules.programs.autoplan.traced.program import Operation, TracedProgram, read_jaxpr
+from shardrules.programs.compilers.fusion import FusedProgram
 from shardrules.programs.costs.matmul import flops_seconds
 from shardrules.programs.costs.memory import traffic_seconds
 from shardrules.programs.regions.declaration import ShardAxes
 from shardrules.programs.regions.exchanges import exchanges_of
 from shardrules.programs.regions.function import ShardFunction, kernel_flops
+from shardrules.programs.traced.program import Operation, TracedProgram, read_jaxpr
 
 
 def shard_axes(operation: Operation, layout: Sequence[int], machine: Machine) -> ShardAxes:

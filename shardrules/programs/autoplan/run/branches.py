@@ -13,12 +13,12 @@ import jax
 from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun
 
 from shardrules.programs.autoplan.run.expand import call_steps
-from shardrules.programs.autoplan.traced.factors.table import is_elementwise
-from shardrules.programs.autoplan.traced.program import is_on_host
 from shardrules.programs.jaxprs.bodies import branches_of
 from shardrules.programs.jaxprs.calls import OPEN, InlinedCall, is_cond
 from shardrules.programs.jaxprs.rewrite import rewritten
 from shardrules.programs.jaxprs.walk import open_jaxpr
+from shardrules.programs.traced.factors.table import is_elementwise
+from shardrules.programs.traced.program import is_on_host
 
 _PASSES = """
 broadcast_in_dim concatenate dynamic_slice pad reduce_and reduce_max reduce_min reduce_or reduce_prod

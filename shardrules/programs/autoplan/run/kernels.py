@@ -10,10 +10,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.programs.autoplan.run.ragged import entry, sizes_among
-from shardrules.programs.autoplan.traced.factors.grids import params_of_pieces
-from shardrules.programs.autoplan.traced.factors.grouped import TABLES, is_grouped, kernel_loops, sums_rows, tile_rows
-from shardrules.programs.autoplan.traced.factors.table import op_signature
 from shardrules.programs.jaxprs.walk import closed_like, open_jaxpr
+from shardrules.programs.traced.factors.grids import params_of_pieces
+from shardrules.programs.traced.factors.grouped import TABLES, is_grouped, kernel_loops, sums_rows, tile_rows
+from shardrules.programs.traced.factors.table import op_signature
 
 
 def kernel_of_pieces(

@@ -14,8 +14,8 @@ from shardrules.core.axes import AnyMesh
 from shardrules.programs.autoplan.run.call import axis_names_of
 from shardrules.programs.autoplan.run.kernels import kernel_of_pieces
 from shardrules.programs.autoplan.run.ragged import ragged_dot_of_pieces
-from shardrules.programs.autoplan.traced.factors.fused import is_maximum
 from shardrules.programs.regions.function import ShardFunction
+from shardrules.programs.traced.factors.fused import is_maximum
 
 
 @final

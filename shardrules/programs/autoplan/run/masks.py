@@ -9,11 +9,11 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Var
 
-from shardrules.programs.autoplan.traced.factors.table import is_elementwise
 from shardrules.programs.jaxprs.bodies import bodies_of, scan_of, with_bodies
 from shardrules.programs.jaxprs.calls import InlinedCall, is_scan
 from shardrules.programs.jaxprs.rewrite import Writer
 from shardrules.programs.jaxprs.walk import open_jaxpr, reads
+from shardrules.programs.traced.factors.table import is_elementwise
 
 _SPREADS = ("broadcast_in_dim", "reshape", "squeeze")
 """Primitives that are part of the kernel that reads them, besides elementwise ones."""

@@ -24,8 +24,8 @@ from shardrules.programs.autoplan.graph.problem import Problem
 from shardrules.programs.autoplan.run.call import HOST_MEMORY, Call, auto_mesh, axis_names_of, read_call, strong
 from shardrules.programs.autoplan.run.fingerprint import first_difference
 from shardrules.programs.autoplan.run.rewrite import chosen_layouts, with_layouts
-from shardrules.programs.autoplan.traced.order import has_many_chains
-from shardrules.programs.autoplan.traced.program import is_on_host
+from shardrules.programs.compilers.order import has_many_chains
+from shardrules.programs.traced.program import is_on_host
 
 _LIMIT_OPTION, _XLA_DEFAULT_PERCENT = "xla_gpu_memory_limit_slop_factor", 95
 """XLA's option that says how many per cent of that it fills, and its default."""

@@ -22,13 +22,13 @@ from shardrules.programs.autoplan.graph.layouts import PARTIAL, dim_axes, dim_sh
 from shardrules.programs.autoplan.graph.problem import Problem
 from shardrules.programs.autoplan.graph.region_cost import shard_axes
 from shardrules.programs.autoplan.run.local import LocalSplit, RegionRun, local_jaxpr, row_major_jaxpr
-from shardrules.programs.autoplan.traced.program import is_on_host
 from shardrules.programs.jaxprs.bodies import Loop, branches_of, with_bodies
 from shardrules.programs.jaxprs.calls import InlinedCall, is_cond
 from shardrules.programs.jaxprs.rewrite import Writer
 from shardrules.programs.jaxprs.segments import struct
 from shardrules.programs.jaxprs.walk import open_jaxpr
 from shardrules.programs.regions.function import ShardFunction
+from shardrules.programs.traced.program import is_on_host
 
 _OpKey: TypeAlias = tuple[int, str, int]
 """The index of an equation, and which of its operations it is: the role and the slot. Most have one, loops several."""

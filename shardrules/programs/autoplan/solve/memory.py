@@ -16,11 +16,11 @@ from shardrules.programs.autoplan.graph.home import Home, project
 from shardrules.programs.autoplan.graph.layouts import shard_counts
 from shardrules.programs.autoplan.graph.problem import Problem, read_region
 from shardrules.programs.autoplan.solve.formulation import MemoryConstraint
-from shardrules.programs.autoplan.traced.fusion import FusedProgram
-from shardrules.programs.autoplan.traced.kernels import IN_PLACE
-from shardrules.programs.autoplan.traced.norms import FEW_COLUMNS
-from shardrules.programs.autoplan.traced.program import TracedProgram
-from shardrules.programs.autoplan.traced.ragged import expansions
+from shardrules.programs.compilers.fusion import FusedProgram
+from shardrules.programs.compilers.kernels import IN_PLACE
+from shardrules.programs.compilers.norms import FEW_COLUMNS
+from shardrules.programs.compilers.ragged import expansions
+from shardrules.programs.traced.program import TracedProgram
 
 _Positions: TypeAlias = Sequence[int]
 """For each operation when it runs."""

@@ -16,8 +16,8 @@ import numpy as np
 
 from shardrules.programs.autoplan.graph.home import Home
 from shardrules.programs.autoplan.graph.problem import Problem
-from shardrules.programs.autoplan.traced.unions import Unions
-from shardrules.programs.autoplan.traced.waiting import Waiting
+from shardrules.programs.compilers.waiting import Waiting
+from shardrules.programs.traced.unions import Unions
 
 Role: TypeAlias = Literal["rows", "expert", "sequence", "tensor"]
 """The dims that an axis splits beside weights: rows; rows and experts; rows but for the batch; dims of weights."""

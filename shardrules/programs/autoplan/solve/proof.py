@@ -18,9 +18,9 @@ from shardrules.core.source import equation_line, short_line
 from shardrules.core.spec import array_bytes, shard_bytes
 from shardrules.core.tree import array_kind
 from shardrules.mesh.divisors import prime_factors
-from shardrules.programs.autoplan.traced.factors.table import is_elementwise
-from shardrules.programs.autoplan.traced.program import Operation, TracedProgram
 from shardrules.programs.machine.hardware import Hardware
+from shardrules.programs.traced.factors.table import is_elementwise
+from shardrules.programs.traced.program import Operation, TracedProgram
 
 _CONVERSIONS = "convert_element_type broadcast_in_dim iota copy copy_p reshape squeeze transpose name device_put"
 _KEPT_OTHERWISE = frozenset(_CONVERSIONS.split())

@@ -7,8 +7,8 @@ from shardrules.programs.autoplan.graph.build import build_problem
 from shardrules.programs.autoplan.graph.machine import Machine
 from shardrules.programs.autoplan.graph.problem import Problem
 from shardrules.programs.autoplan.solve.memory import Occupancy
-from shardrules.programs.autoplan.traced.order import program_order
-from shardrules.programs.autoplan.traced.program import read_jaxpr
+from shardrules.programs.compilers.order import program_order
+from shardrules.programs.traced.program import read_jaxpr
 
 
 def with_temporary_bytes(problem: Problem) -> Problem:

@@ -28,8 +28,8 @@ from shardrules.programs.autoplan.solve.price import APART, CLOSER, Budget, with
 from shardrules.programs.autoplan.solve.region_memory import with_temporary_bytes
 from shardrules.programs.autoplan.solve.solver import CLOSE, Work, fractions, least_memory, solve
 from shardrules.programs.autoplan.solve.trials import Trial, Trials
-from shardrules.programs.autoplan.traced.order import late_matmul_count, late_order, program_order
-from shardrules.programs.autoplan.traced.program import TracedProgram
+from shardrules.programs.compilers.order import late_matmul_count, late_order, program_order
+from shardrules.programs.traced.program import TracedProgram
 
 _ROUNDS = 12
 """The rounds of an exact search with more operations watched: each round adds the peaks of the last choice. A search

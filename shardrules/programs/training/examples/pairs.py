@@ -14,13 +14,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardrules.core.errors import MicrobatchError
 from shardrules.core.source import equation_line
-from shardrules.programs.autoplan.traced.factors.grids import params_of_pieces
-from shardrules.programs.autoplan.traced.factors.grouped import kernel_loops
-from shardrules.programs.autoplan.traced.factors.retraced import SIZED, is_made_again
-from shardrules.programs.autoplan.traced.factors.table import op_signature
 from shardrules.programs.jaxprs.calls import OPEN
 from shardrules.programs.jaxprs.equality import equal_values
 from shardrules.programs.jaxprs.walk import open_jaxpr
+from shardrules.programs.traced.factors.grids import params_of_pieces
+from shardrules.programs.traced.factors.grouped import kernel_loops
+from shardrules.programs.traced.factors.retraced import SIZED, is_made_again
+from shardrules.programs.traced.factors.table import op_signature
 
 _SIZES = (
     *("shape", "new_sizes", "start_indices", "limit_indices", "slice_sizes", "sizes", "length", "axis_size", "reps"),

@@ -6,10 +6,10 @@ from typing import Any
 import attrs
 from jax.extend.core import Literal
 
-from shardrules.programs.autoplan.traced.factors.grouped import ROWS_OPERAND, is_grouped
-from shardrules.programs.autoplan.traced.factors.table import Factors, op_factors
-from shardrules.programs.autoplan.traced.program import operation_name
 from shardrules.programs.compiling.fused_calls import BACKWARD, SCALED_DOTS
+from shardrules.programs.traced.factors.grouped import ROWS_OPERAND, is_grouped
+from shardrules.programs.traced.factors.table import Factors, op_factors
+from shardrules.programs.traced.program import operation_name
 from shardrules.programs.training.examples.facts import (
     EACH_ROUND,
     Fact,

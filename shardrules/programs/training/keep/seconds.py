@@ -8,11 +8,11 @@ from jax.extend.core import ClosedJaxpr
 from shardrules.mesh.shape import mesh_shape
 from shardrules.programs.autoplan.graph.compute_cost import ComputeCosts
 from shardrules.programs.autoplan.graph.machine import Machine
-from shardrules.programs.autoplan.traced.fusion import FusedProgram
-from shardrules.programs.autoplan.traced.program import read_jaxpr
+from shardrules.programs.compilers.fusion import FusedProgram
 from shardrules.programs.jaxprs.bodies import bodies_of
 from shardrules.programs.jaxprs.walk import open_jaxpr
 from shardrules.programs.machine.hardware import Hardware
+from shardrules.programs.traced.program import read_jaxpr
 
 
 def equation_seconds(program: ClosedJaxpr, hardware: Hardware) -> tuple[list[float], list[tuple[bool, ...]]]:

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 from jax.extend.core import Literal
 
 from shardrules.core.source import equation_line, short_line
-from shardrules.programs.autoplan.traced.kernels import VIEWS
+from shardrules.programs.compilers.kernels import VIEWS
 from shardrules.programs.compiling.model_flops import flops_of
 from shardrules.programs.jaxprs.calls import CUSTOM_VJP, SCAN, WHILE
 from shardrules.programs.training.keep.cut import KeptValues

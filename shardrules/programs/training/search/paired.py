@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from shardrules.core.axes import mesh_sizes
 from shardrules.core.spec import shard_bytes
 from shardrules.programs.autoplan.answer.plan import AutoPlan
-from shardrules.programs.autoplan.traced.program import TracedProgram
+from shardrules.programs.traced.program import TracedProgram
 from shardrules.programs.training.cluster import Cluster
 from shardrules.programs.training.step import Recipe
 

@@ -22,7 +22,7 @@ from shardrules.programs.autoplan.run.call import axis_names_of, read_call
 from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.autoplan.solve.proof import prime_sizes, rest_bound, split_bytes
 from shardrules.programs.autoplan.solve.search import SearchResult
-from shardrules.programs.autoplan.traced.program import read_jaxpr
+from shardrules.programs.traced.program import read_jaxpr
 from shardrules.programs.training.batch import ExampleDims
 from shardrules.programs.training.cluster import Cluster, Shape
 from shardrules.programs.training.host_state import array_bytes, host_state

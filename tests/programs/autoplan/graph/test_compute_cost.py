@@ -12,8 +12,8 @@ import shardrules as sr
 from shardrules.programs.autoplan.graph.compute_cost import ComputeCosts
 from shardrules.programs.autoplan.graph.home import Home
 from shardrules.programs.autoplan.graph.machine import Machine
-from shardrules.programs.autoplan.traced.fusion import FusedProgram
-from shardrules.programs.autoplan.traced.program import read_jaxpr
+from shardrules.programs.compilers.fusion import FusedProgram
+from shardrules.programs.traced.program import read_jaxpr
 
 H100, V5E = sr.Hardware.named("cuda:h100"), sr.Hardware.named("tpu:v5e")
 COPY, READ, GATHER = (

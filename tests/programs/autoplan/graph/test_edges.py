@@ -14,7 +14,7 @@ from shardrules.programs.autoplan.graph.problem import Edge, Problem
 from shardrules.programs.autoplan.graph.restrict import restrict
 from shardrules.programs.autoplan.run.call import read_call
 from shardrules.programs.autoplan.solve.search import Task
-from shardrules.programs.autoplan.traced.program import read_jaxpr
+from shardrules.programs.traced.program import read_jaxpr
 
 B, T, H, D = 8, 2048, 16, 64
 LATENCY_SHARED = sr.Assumptions().combined_bytes

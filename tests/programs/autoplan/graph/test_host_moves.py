@@ -6,7 +6,7 @@ from jax.core import ShapedArray
 
 import shardrules as sr
 from shardrules.programs.autoplan.graph.host_moves import EXPOSED_ARGUMENTS, host_move
-from shardrules.programs.autoplan.traced.program import read_jaxpr
+from shardrules.programs.traced.program import read_jaxpr
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 ROWS = ShapedArray((8, 4), jnp.dtype("float32"))

@@ -18,7 +18,7 @@ from shardrules.programs.autoplan.graph.problem import Problem
 from shardrules.programs.autoplan.run.call import Call, read_call
 from shardrules.programs.autoplan.run.rewrite import chosen_layouts, with_layouts
 from shardrules.programs.autoplan.solve.search import Task
-from shardrules.programs.autoplan.traced.program import read_jaxpr
+from shardrules.programs.traced.program import read_jaxpr
 from tests.programs.autoplan.models import FAST, SMALL, TRAINED, WRITTEN, Case, compare
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

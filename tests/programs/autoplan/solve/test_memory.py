@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.programs.autoplan.graph.machine import Assumptions, Machine
 from shardrules.programs.autoplan.solve.search import Task
-from shardrules.programs.autoplan.traced.program import read_jaxpr
 from shardrules.programs.compiling.compile import compiled_memory
+from shardrules.programs.traced.program import read_jaxpr
 from tests.programs.autoplan.compiled_peaks import (
     APART,
     STEPS,

@@ -14,7 +14,7 @@ from shardrules.programs.autoplan.solve.messages import Messages
 from shardrules.programs.autoplan.solve.price import Budget, within_budget
 from shardrules.programs.autoplan.solve.search import Task, layout_preference
 from shardrules.programs.autoplan.solve.trials import Trials
-from shardrules.programs.autoplan.traced.program import read_jaxpr
+from shardrules.programs.traced.program import read_jaxpr
 from tests.programs.autoplan.solve.test_search import LOOSE, TIGHT, budget
 from tests.programs.autoplan.solve.test_solver import best_cost, preferred, random_task, within
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.programs.autoplan.solve.proof import MemoryBound, memory_bound, prime_sizes, split_bytes
-from shardrules.programs.autoplan.traced.program import read_jaxpr
+from shardrules.programs.traced.program import read_jaxpr
 
 LAYERS, ROWS, WIDTH = 6, 2**10, 64
 WEIGHTS, BATCH = (LAYERS, WIDTH, WIDTH), (ROWS, WIDTH)

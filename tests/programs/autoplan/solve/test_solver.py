@@ -18,9 +18,9 @@ from shardrules.programs.autoplan.graph.problem import Edge, Problem
 from shardrules.programs.autoplan.solve.formulation import Formulation
 from shardrules.programs.autoplan.solve.search import Task, layout_preference
 from shardrules.programs.autoplan.solve.solver import Solution, solve
-from shardrules.programs.autoplan.traced.clusters import Clusters
-from shardrules.programs.autoplan.traced.program import TracedProgram, read_jaxpr
 from shardrules.programs.machine.hardware import Hardware
+from shardrules.programs.traced.clusters import Clusters
+from shardrules.programs.traced.program import TracedProgram, read_jaxpr
 
 COUNT = 72
 """The number of random programs: for each, one mesh of one axis or of two."""

@@ -1,0 +1,374 @@
+"""The operations that a compiler fuses into one kernel, and so the arrays that it writes to memory.
+
+There are three kinds of kernels:
+
+- one operation that reads elements in another order, such as a matmul or a sort;
+- a reduction, with the elementwise operations that compute what it reduces;
+- a chain of elementwise operations. It ends where an operation of another kind uses its result, or the function
+  returns it.
+
+Results inside of a kernel are never written. A kernel that needs one computes it again, even if another kernel does
+the same. This is a model: XLA decides by heuristics, which differ between backends.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Self, final
+
+import attrs
+
+from shardrules.programs.compilers.copies import copy_counts
+from shardrules.programs.compilers.kernels import (
+    IN_PLACE,
+    PARTIAL_READS,
+    ends_chain,
+    is_matmul,
+    is_view,
+    reduced_rows,
+    takes_whole,
+    view_pairs,
+)
+from shardrules.programs.compilers.norms import (
+    NormGradients,
+    is_looked_up,
+    is_updated,
+    shifted_rows,
+    summed_rows,
+    with_norms,
+)
+from shardrules.programs.traced.program import Operation, TracedProgram
+from shardrules.programs.traced.unions import Unions
+
+
+@final
+@attrs.frozen(eq=False)
+class FusedProgram:
+    """The kernels that a compiler makes of a program."""
+
+    program: TracedProgram
+    written: frozenset[int]
+    """The arrays that are in memory: written by a kernel, or arguments."""
+    sources: Mapping[int, int]
+    """For each view the array in whose memory it is."""
+    read_counts: Mapping[tuple[int, int], int]
+    """The number of kernels that read an operand, at `(op_index, operand_index)`. If several operations of a kernel
+    read an array, only the first of them counts it."""
+    kernels: frozenset[int]
+    """The operations at which a kernel ends."""
+    widened: Mapping[int, int]
+    """For transposed arrays that are only used after a conversion to a wider dtype: how many times wider that is. They
+    are written in the wider dtype."""
+    copied: Mapping[int, float]
+    """For each operation that copies its first operand instead of overwriting it: how often it does in one run."""
+    shifted: frozenset[int]
+    """Rows less their maximum that are written because several kernels take them, and others that a kernel normalises
+    on chip. Where rows are split, the maximum comes from other devices, and each kernel computes them again."""
+    columns: Mapping[int, int]
+    """For arrays of norms over several dims what decides whether they are in memory: see `FEW_COLUMNS`."""
+    gradients: NormGradients
+
+    @classmethod
+    def of(cls, program: TracedProgram, feedback: Mapping[int, int] | None = None) -> "FusedProgram":
+        """Returns what a compiler makes of a program. The arguments that results replace, in `feedback`, are donated;
+        without it, all are."""
+        written, normalised = with_norms(program, _written(program))
+        gradients = NormGradients.of(program, written)
+        written |= gradients.products.keys()
+        on_chip = {**shifted_rows(program), **summed_rows(program, written)}
+        shifted = frozenset(array for array in on_chip if array in written)
+        sources = _sources(program)
+        kernels_of = _kernels_of(program, written)
+        joined = Unions[int]()  # kernels that are one, by the operations at which they end
+        _join_optimizer(program, kernels_of, sources, joined)
+        rows = frozenset(array for array in written - shifted if not is_updated(program, array))
+        _join_rows(program, kernels_of, sources, rows, joined)
+        _join_dots(program, kernels_of, sources, joined)
+        read_counts: dict[tuple[int, int], int] = {}
+        counted: set[tuple[int, int]] = set()
+        for op_index, operation in enumerate(program.operations):
+            if is_view(operation):
+                continue
+            ends = dict.fromkeys(joined.root(kernel) for kernel in sorted(kernels_of[op_index]))
+            for operand_index, operand in enumerate(operation.operands):
+                source = None if operand is None else sources.get(operand, operand)
+                if source is None or source not in written:
+                    continue
+                keys = [(kernel, source) for kernel in ends if (kernel, source) not in counted]
+                counted.update(keys)
+                read_counts[op_index, operand_index] = len(keys)
+        ending = frozenset(
+            joined.root(op_index) for op_index, kernels in enumerate(kernels_of) if kernels == {op_index}
+        )
+        copied = copy_counts(program, sources, feedback, IN_PLACE)
+        columns = {**gradients.inputs, **normalised, **gradients.products}
+        widened = _widened(program)
+        return cls(program, written, sources, read_counts, ending, widened, copied, shifted, columns, gradients)
+
+    @property
+    def with_many_columns(self) -> Self:
+        return attrs.evolve(self, written=self.written - (self.columns.keys() - self.gradients.inputs.keys()))
+
+    @property
+    def with_split_rows(self) -> Self:
+        return attrs.evolve(self, written=self.written - self.shifted, shifted=frozenset())
+
+    def writes(self, op_index: int, result: int) -> bool:
+        """An operation writes a result to memory that it does not share with an operand."""
+        return result in self.written and not is_view(self.program.operations[op_index])
+
+    def is_elementwise(self, op_index: int) -> bool:
+        """A chain of elementwise operations ends at an operation."""
+        operation = self.program.operations[op_index]
+        return op_index in self.kernels and operation.role == "compute" and not ends_chain(operation)
+
+    def taken(self, op_index: int) -> Iterator[tuple[int, int, bool]]:
+        """Yields the arrays in memory that the kernel of a chain takes: first as it takes them, perhaps as a view.
+
+        The last is whether rows of zeros are appended on the way, as in the gradient of a slice.
+        """
+        chain, visited = [(op_index, False)], set[int]()
+        while chain:
+            index, is_padded = chain.pop()
+            operation = self.program.operations[index]
+            is_padded |= operation.name == "pad" and _appends(operation)
+            for operand in operation.operands:
+                if operand is None or operand in visited:
+                    continue
+                visited.add(operand)
+                array = self.sources.get(operand, operand)
+                producer = self.program.producers.get(array)
+                if array in self.written or producer is None:
+                    yield operand, array, is_padded
+                else:
+                    chain.append((producer, is_padded))
+
+    def keeps_rows(self, op_index: int, array: int) -> bool:
+        """The kernel of a chain reduces the rows of an array that it takes, to compute from both at once.
+
+        Where elements of the rows are looked up or were updated, the reduction is a kernel of its own.
+        """
+        program, shape = self.program, self.program.arrays[array].shape
+        reductions = [
+            producer
+            for _, reduced, _ in self.taken(op_index)
+            if (producer := program.producers.get(reduced)) is not None
+            and reduced_rows(program.operations[producer]) == shape
+            and any(source == array for _, source, _ in self.taken(producer))
+        ]
+        return bool(reductions) and not is_updated(program, array) and not is_looked_up(program, array)
+
+    def read_bytes(self, op_index: int, operand_index: int) -> int:
+        operation, arrays = self.program.operations[op_index], self.program.arrays
+        operand = operation.operands[operand_index]
+        count = self.read_counts.get((op_index, operand_index), 0)
+        if not count or operand is None:
+            return 0
+        nbytes = self.nbytes(operand)
+        if operand_index == 0 and (operation.name in PARTIAL_READS or operation.role == "enter"):
+            nbytes = min(nbytes, sum(arrays[result].nbytes for result in operation.results))
+        elif operand_index == 0 and operation.name == "dynamic_update_slice":
+            return 0  # what it writes over is not read
+        elif operand_index == 0 and operation.name in IN_PLACE:
+            nbytes = min(nbytes, arrays[_update(operation)].nbytes)
+        return count * nbytes
+
+    def written_bytes(self, op_index: int, result_index: int) -> int:
+        operation, arrays = self.program.operations[op_index], self.program.arrays
+        result = operation.results[result_index]
+        if operation.role == "leave":  # piece by piece, one in each round
+            (piece,) = operation.operands
+            return 0 if piece is None else arrays[piece].device_bytes
+        if operation.role == "join" or not self.writes(op_index, result):
+            return 0
+        if operation.name in IN_PLACE:
+            return min(arrays[result].nbytes, arrays[_update(operation)].nbytes)
+        return self.nbytes(result)
+
+    def copied_bytes(self, op_index: int) -> float:
+        """Returns the bytes of its first operand that an operation copies, in one run."""
+        operand = self.program.operations[op_index].operands[0] if op_index in self.copied else None
+        return 0.0 if operand is None else self.copied[op_index] * self.nbytes(operand)
+
+    def touches_part(self, op_index: int, operand_index: int) -> bool:
+        """An operation reads, or overwrites, only some elements of an operand."""
+        name = self.program.operations[op_index].name
+        return operand_index == 0 and (name in IN_PLACE or name in PARTIAL_READS)
+
+    def nbytes(self, array: int) -> int:
+        return self.program.arrays[array].device_bytes * self.widened.get(array, 1)
+
+
+def _appends(operation: Operation) -> bool:
+    """A pad only adds elements at the end of dims."""
+    return all(low == between == 0 for low, _, between in operation.equation.params["padding_config"])
+
+
+def _update(operation: Operation) -> int:
+    """The operand that is written into the first one: the second of `dynamic_update_slice`, the last of a scatter."""
+    update = operation.operands[1 if operation.name == "dynamic_update_slice" else 2]
+    first = operation.operands[0]
+    chosen = update if update is not None else first
+    assert chosen is not None, "one of the two is an array"
+    return chosen
+
+
+def _updated_on_the_way(program: TracedProgram, array: int) -> bool:
+    """An array is a piece that a loop reads, and only an update takes it: then it is not copied before."""
+    producer, users = program.producers.get(array), program.users.get(array, ())
+    if producer is None or len(users) != 1 or users[0][1] != 0:
+        return False
+    operation = program.operations[producer]
+    return operation.role == "enter" and not is_view(operation) and program.operations[users[0][0]].name in IN_PLACE
+
+
+def _widened(program: TracedProgram) -> dict[int, int]:
+    """For each transposed array that is only used after a conversion to a wider dtype, how many times wider that is."""
+    widened: dict[int, int] = {}
+    for operation in program.operations:
+        if operation.name != "transpose" or is_view(operation):
+            continue
+        users = [program.operations[op_index] for op_index, _ in program.users.get(operation.results[0], ())]
+        if users and all(user.name == "convert_element_type" for user in users):
+            nbytes = program.arrays[operation.results[0]].nbytes
+            widest = max(program.arrays[user.results[0]].nbytes for user in users)
+            if widest > nbytes > 0:
+                widened[operation.results[0]] = widest // nbytes
+    return widened
+
+
+def _written(program: TracedProgram) -> frozenset[int]:
+    """The arrays in memory. The walk goes backwards, because an array has to be in memory if a view of it has to be."""
+    written: set[int] = {*program.arguments, *program.constants, *program.kept}
+    for operation in reversed(program.operations):
+        if is_view(operation):
+            is_returned = operation.role == "return"
+            written.update(operand for operand, result in view_pairs(operation) if is_returned or result in written)
+        elif takes_whole(operation):
+            # What is written into the first operand may be computed on the way.
+            whole_operands = operation.operands[:1] if operation.name in IN_PLACE else operation.operands
+            written.update(operand for operand in whole_operands if operand is not None)
+            first = operation.operands[0]
+            if operation.name in IN_PLACE and first is not None and _updated_on_the_way(program, first):
+                written.discard(first)
+        if ends_chain(operation):
+            written.update(operation.results)
+    # Views of arrays that turned out to be in memory only later in that walk, as in loops, are in memory too.
+    for operation in program.operations:
+        if is_view(operation):
+            written.update(result for operand, result in view_pairs(operation) if operand in written)
+    return frozenset(written)
+
+
+def _sources(program: TracedProgram) -> dict[int, int]:
+    sources: dict[int, int] = {}
+    for operation in program.operations:
+        if is_view(operation):
+            for operand, result in view_pairs(operation):
+                sources[result] = sources.get(operand, operand)
+    return sources
+
+
+def _kernels_of(program: TracedProgram, written: frozenset[int]) -> list[frozenset[int]]:
+    """For each operation the kernels in which it is computed, by the operations at which they end."""
+    taken_by: dict[int, frozenset[int]] = {}
+    kernels_of: list[frozenset[int]] = [frozenset()] * len(program.operations)
+    for op_index in range(len(program.operations) - 1, -1, -1):
+        operation = program.operations[op_index]
+        if is_view(operation):
+            for operand, result in view_pairs(operation):
+                taken_by[operand] = taken_by.get(operand, frozenset()) | taken_by.get(result, frozenset())
+            continue
+        kernels: frozenset[int] = frozenset()
+        if operation.role == "join":
+            pass  # moves nothing: what goes round stays in its memory
+        elif ends_chain(operation) or any(result in written for result in operation.results):
+            kernels = frozenset((op_index,))
+        else:
+            for result in operation.results:
+                kernels |= taken_by.get(result, frozenset())
+        kernels_of[op_index] = kernels
+        for operand in operation.operands:
+            if operand is not None:
+                taken_by[operand] = taken_by.get(operand, frozenset()) | kernels
+    return kernels_of
+
+
+def _join_optimizer(
+    program: TracedProgram, kernels_of: list[frozenset[int]], sources: Mapping[int, int], joined: Unions[int]
+) -> None:
+    """Joins kernels that end at results of the function and compute them from each other, as an optimizer does."""
+    returned: dict[int, int] = {}
+    for operation in program.operations:
+        if operation.role == "return" and operation.operands[0] is not None:
+            array = sources.get(operation.operands[0], operation.operands[0])
+            producer = program.producers.get(array)
+            if producer is not None and not ends_chain(program.operations[producer]):
+                returned[producer] = array
+    shapes = {kernel: program.arrays[array].shape for kernel, array in returned.items()}
+    for operation, kernels in zip(program.operations, kernels_of, strict=True):
+        ends = [kernel for kernel in sorted(kernels) if kernel in returned]
+        # Scalars, such as the rate of learning, are computed along with everything that takes them.
+        if not any(program.arrays[result].shape for result in operation.results):
+            continue
+        for operand in operation.operands:
+            producer = None if operand is None else program.producers.get(sources.get(operand, operand))
+            if producer in returned:
+                ends.append(producer)
+        for first, second in itertools.pairwise(ends):
+            if shapes[first] == shapes[second]:
+                joined.join(first, second)
+
+
+def _join_dots(
+    program: TracedProgram, kernels_of: list[frozenset[int]], sources: Mapping[int, int], joined: Unions[int]
+) -> None:
+    """Joins dots with vectors with the elementwise kernel that writes what they add up, as in a loop over time."""
+    for op_index, operation in enumerate(program.operations):
+        if operation.name != "dot_general" or is_matmul(operation):
+            continue
+        for operand in operation.operands:
+            producer = None if operand is None else program.producers.get(sources.get(operand, operand))
+            if producer is None or kernels_of[producer] != {producer}:
+                continue
+            written_here = program.operations[producer]
+            if written_here.region == operation.region and not ends_chain(written_here):
+                joined.join(producer, op_index)
+
+
+def _join_rows(
+    program: TracedProgram,
+    kernels_of: list[frozenset[int]],
+    sources: Mapping[int, int],
+    written: frozenset[int],
+    joined: Unions[int],
+) -> None:
+    """Joins reductions of rows with the kernel that takes them and the same rows again, as in a softmax or a norm."""
+    read_by: dict[int, set[int]] = {}
+    for operation, kernels in zip(program.operations, kernels_of, strict=True):
+        for operand in operation.operands:
+            source = None if operand is None else sources.get(operand, operand)
+            if source is not None and source in written:
+                for kernel in kernels:
+                    read_by.setdefault(kernel, set()).add(source)
+    taken_by: dict[int, list[int]] = {}
+    for op_index, operation in enumerate(program.operations):
+        for operand in operation.operands:
+            if operand is not None:
+                taken_by.setdefault(sources.get(operand, operand), []).append(op_index)
+    for op_index, operation in enumerate(program.operations):
+        operand = operation.operands[0] if operation.operands else None
+        shape = reduced_rows(operation)
+        if operand is None or not shape:
+            continue
+        rows = {source for source in read_by.get(op_index, ()) if program.arrays[source].shape == shape}
+        for user in taken_by.get(operation.results[0], ()):
+            nearest = min(kernels_of[user], default=None)
+            is_near = nearest is not None and program.operations[nearest].region == operation.region
+            if (
+                nearest is not None
+                and is_near
+                and rows & read_by.get(nearest, set())
+                and not takes_whole(program.operations[nearest])
+            ):
+                joined.join(op_index, nearest)
+                break

@@ -1,0 +1,113 @@
+"""Kinds of operations, by what compilers make kernels of: see `fusion`."""
+
+import itertools
+from collections.abc import Iterator
+
+from shardrules.programs.traced.program import Operation, changes_memory
+
+_WHOLE = """
+scatter scatter-add scatter-mul scatter-min scatter-max sort top_k approx_top_k while fft dynamic_update_slice cumsum
+cumprod cummax cummin cumlogsumexp reduce_window reduce_window_sum reduce_window_max reduce_window_min
+select_and_scatter select_and_scatter_add triangular_solve cholesky qr lu eigh svd pallas_call
+ffi_call custom_partitioning
+"""
+"""Primitives that are kernels of their own, although they are not matmuls. They read elements in another order than
+they write them, so their operands have to be in memory."""
+
+_ENDS = "transpose random_bits threefry2x32 rng_bit_generator random_split random_fold_in argmax argmin"
+"""Primitives at which a chain ends, as it does at all reductions: their operands may be computed in the same kernel,
+and their results are written."""
+
+_VIEWS = "reshape squeeze copy copy_p name stop_gradient pvary device_put optimization_barrier reshard relayout"
+"""Primitives whose results are their operands, in the same memory."""
+
+_PARTIAL_READS = "gather dynamic_slice slice split"
+"""Primitives that read only as many elements of their first operand as they return."""
+
+_IN_PLACE = "scatter scatter-add scatter-mul scatter-min scatter-max dynamic_update_slice"
+"""Primitives that write their result over their first operand, and only the elements that change."""
+
+WHOLE, ENDS, VIEWS, PARTIAL_READS, IN_PLACE = (
+    frozenset(names.split()) for names in (_WHOLE, _ENDS, _VIEWS, _PARTIAL_READS, _IN_PLACE)
+)
+
+
+def is_view(operation: Operation) -> bool:
+    """The results of an operation are its operands, in the same memory."""
+    if operation.role in ("exit", "fixed", "return"):
+        return True
+    if operation.role == "enter":
+        return operation.factors.operands[0] == operation.factors.results[0]
+    if operation.name == "reshape" and operation.equation.params.get("dimensions") is not None:
+        return False  # it transposes first
+    if changes_memory(operation):
+        return False
+    return operation.role == "compute" and (operation.name in VIEWS or _is_free_transpose(operation))
+
+
+def _is_free_transpose(operation: Operation) -> bool:
+    """A transpose only swaps two neighboring groups of dims, the last of all. That moves nothing: matmuls can read and
+    write matrices with either dim first."""
+    if operation.name != "transpose":
+        return False
+    permutation = operation.equation.params["permutation"]
+    first = next((dim for dim, source in enumerate(permutation) if dim != source), len(permutation))
+    rest = permutation[first:]
+    return all((source - rest[0]) % len(rest) == dim for dim, source in enumerate(rest))
+
+
+def view_pairs(operation: Operation) -> Iterator[tuple[int, int]]:
+    for operand, result in zip(operation.operands, operation.results, strict=False):
+        if operand is not None:
+            yield operand, result
+
+
+def takes_whole(operation: Operation) -> bool:
+    """The operands of an operation have to be in memory before it runs."""
+    if operation.role in ("join", "opaque"):
+        return True
+    is_whole = operation.name in WHOLE or changes_memory(operation)
+    return operation.role == "compute" and (is_matmul(operation) or is_whole)
+
+
+def is_matmul(operation: Operation) -> bool:
+    """An operation is a kernel for matmuls or convolutions. Of a dot with a vector, or of one that adds nothing up,
+    compilers make elementwise operations and a reduction."""
+    if operation.name != "dot_general":
+        return bool(operation.flops)
+    summed, batch = operation.equation.params["dimension_numbers"]
+    shapes = [var.aval.shape for var in operation.equation.invars]
+    others = [
+        [size for dim, size in enumerate(shape) if dim not in (*summed[side], *batch[side]) and size > 1]
+        for side, shape in enumerate(shapes)
+    ]
+    return all(others) and any(shapes[0][dim] > 1 for dim in summed[0])
+
+
+def reduced_runs(operation: Operation) -> int:
+    """The number of runs of neighboring dims that an operation reduces. Dims of one element do not count: to reduce
+    only these, as gradients of a mean that keeps its dims do, computes nothing.
+    """
+    axes = operation.equation.params.get("axes", ())
+    if not operation.name.startswith("reduce_") or not axes:
+        return 1
+    kept = [dim in axes for dim, size in enumerate(operation.equation.invars[0].aval.shape) if size != 1]
+    return sum(is_reduced for is_reduced, _ in itertools.groupby(kept))
+
+
+def reduced_rows(operation: Operation) -> tuple[int, ...]:
+    """The shape of what an operation reduces along its last dim; empty unless such rows are short enough for a chip."""
+    if not operation.name.startswith("reduce_") or "axes" not in operation.equation.params:
+        return ()
+    # XLA for GPUs keeps rows of attention, of norms and of small vocabularies on chip, and reads longer ones again for
+    # each reduction: of losses that were compiled for H100s with 16,384 scores or less all were kept, with 20,000 none.
+    shape = operation.equation.invars[0].aval.shape
+    return shape if operation.equation.params["axes"] == (len(shape) - 1,) and shape[-1] <= 16_384 else ()
+
+
+def ends_chain(operation: Operation) -> bool:
+    """The results of an operation are written, whatever uses them."""
+    name = operation.name
+    adds_up = name == "dot_general" and bool(operation.factors.reduced)
+    reduces = adds_up or (name.startswith("reduce_") and name != "reduce_precision" and reduced_runs(operation) > 0)
+    return takes_whole(operation) or operation.role == "leave" or name in ENDS or reduces
