@@ -14,6 +14,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from plan_models.experts import Expert, Splits, expert_constraints, megatron, plain, published, vocabularies
+from plan_models.fields import RAYS_SPLITS, nerf
+from plan_models.images import CODES_SPLITS, TIED_SPLITS, tied_autoencoder, vq_vae
 from plan_models.kinds import (
     CACHE_SPLITS,
     LORA_SPLITS,
@@ -37,6 +39,8 @@ from plan_models.mixture import experts as mixture_experts
 from plan_models.mixture import mixture
 from plan_models.modules import BATCH_NORM_SPLITS, GRU_SPLITS, ODE_SPLITS, batch_norm, gru, neural_ode
 from plan_models.pairs import CLIP_SPLITS, TABLE_SPLITS, image_text_pairs, preferences, recommendations
+from plan_models.patches import DIT_SPLITS, MAE_SPLITS, diffusion_transformer, masked_autoencoder
+from plan_models.physics import BURGERS_SPLITS, GRAPH_SPLITS, graph_net, physics_informed
 from plan_models.recurrent import lstm, lstm_experts
 from plan_models.text import (
     ENCODER_DECODER_SPLITS,
@@ -48,7 +52,7 @@ from plan_models.text import (
 )
 from plan_models.vision import VIT_SPLITS, conv_experts, conv_net, vit
 
-__all__ = ["KINDS", "MODELS", "Expert", "Model", "expert_constraints"]
+__all__ = ["KINDS", "MODELS", "MORE", "Expert", "Model", "expert_constraints"]
 
 
 @final
@@ -159,3 +163,17 @@ KINDS: dict[str, Model] = {
     )
 }
 """Sixteen more kinds of steps, with a few plans of experts each."""
+
+MORE: dict[str, Model] = {
+    model.name: model
+    for model in (
+        Model("tied_autoencoder", tied_autoencoder, published(TIED_SPLITS, tensor=True)),
+        Model("physics_informed", physics_informed, published(BURGERS_SPLITS, tensor=True)),
+        Model("graph_net", graph_net, published(GRAPH_SPLITS, tensor=True)),
+        Model("vq_vae", vq_vae, published(CODES_SPLITS, tensor=True)),
+        Model("nerf", nerf, published(RAYS_SPLITS, tensor=True)),
+        Model("diffusion_transformer", diffusion_transformer, published(DIT_SPLITS, tensor=True)),
+        Model("masked_autoencoder", masked_autoencoder, published(MAE_SPLITS, tensor=True, stacked=LAYERS)),
+    )
+}
+"""More kinds, on which no figure of the planner was chosen."""
