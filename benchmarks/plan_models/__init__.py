@@ -38,6 +38,16 @@ from plan_models.mixture import mixture
 from plan_models.modules import BATCH_NORM_SPLITS, GRU_SPLITS, ODE_SPLITS, batch_norm, gru, neural_ode
 from plan_models.pairs import CLIP_SPLITS, TABLE_SPLITS, image_text_pairs, preferences, recommendations
 from plan_models.recurrent import lstm, lstm_experts
+from plan_models.sequences import (
+    GLA_SPLITS,
+    HYBRID_SPLITS,
+    HYENA_SPLITS,
+    LRU_SPLITS,
+    linear_attention,
+    linear_recurrence,
+    long_convolution,
+    mamba_experts,
+)
 from plan_models.text import (
     ENCODER_DECODER_SPLITS,
     GPT_SPLITS,
@@ -48,7 +58,7 @@ from plan_models.text import (
 )
 from plan_models.vision import VIT_SPLITS, conv_experts, conv_net, vit
 
-__all__ = ["KINDS", "MODELS", "Expert", "Model", "expert_constraints"]
+__all__ = ["KINDS", "MODELS", "MORE", "Expert", "Model", "expert_constraints"]
 
 
 @final
@@ -159,3 +169,18 @@ KINDS: dict[str, Model] = {
     )
 }
 """Sixteen more kinds of steps, with a few plans of experts each."""
+
+MORE: dict[str, Model] = {
+    model.name: model
+    for model in (
+        Model("linear_recurrence", linear_recurrence, published(LRU_SPLITS, tensor=True)),
+        Model("mamba_experts", mamba_experts, published(HYBRID_SPLITS, tensor=True, vocab=True, experts=True)),
+        Model("long_convolution", long_convolution, published(HYENA_SPLITS, tensor=True)),
+        Model(
+            "linear_attention",
+            linear_attention,
+            published(GLA_SPLITS, tensor=True, sequence=True, vocab=True, stacked=LAYERS),
+        ),
+    )
+}
+"""More kinds, on which no figure of the planner was chosen."""
