@@ -32,6 +32,17 @@ from plan_models.kinds import (
     switch_experts,
     unet,
 )
+from plan_models.learning import (
+    ADAFACTOR_SPLITS,
+    ALIBI_SPLITS,
+    POLICY_SPLITS,
+    SAMPLER_SPLITS,
+    adafactor_decoder,
+    alibi_decoder,
+    distillation,
+    proximal_policy,
+    sampler,
+)
 from plan_models.mixture import SPLITS as MIXTURE_SPLITS
 from plan_models.mixture import experts as mixture_experts
 from plan_models.mixture import mixture
@@ -181,6 +192,15 @@ MORE: dict[str, Model] = {
             linear_attention,
             published(GLA_SPLITS, tensor=True, sequence=True, vocab=True, stacked=LAYERS),
         ),
+        Model("alibi_decoder", alibi_decoder, published(ALIBI_SPLITS, tensor=True, vocab=True, stacked=LAYERS)),
+        Model(
+            "distillation",
+            distillation,
+            published(LLAMA_SPLITS, tensor=True, vocab=True, stacked=LAYERS, frozen="^frozen/"),
+        ),
+        Model("proximal_policy", proximal_policy, published(POLICY_SPLITS, tensor=True)),
+        Model("sampler", sampler, published(SAMPLER_SPLITS, tensor=True, serving=True), (1,)),
+        Model("adafactor_decoder", adafactor_decoder, published(ADAFACTOR_SPLITS, tensor=True, unsplit=POSITIONS)),
     )
 }
 """More kinds, on which no figure of the planner was chosen."""

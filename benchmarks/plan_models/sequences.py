@@ -262,7 +262,7 @@ def long_convolution(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
 
     def implicit_filter(w: Any) -> jax.Array:
         time = jnp.linspace(0, 1, length)[:, None]
-        angles = 2 * jnp.pi * length * time * jnp.linspace(1e-4, 1, features // 2) / length
+        angles = 2 * jnp.pi * time * jnp.linspace(1e-4, features // 2 - 1, features // 2)
         z = jnp.concatenate([time, jnp.cos(angles), jnp.sin(angles)], -1)
         z = jnp.sin(jnp.sin(z @ w["first"]) @ w["middle"]) @ w["last"]
         return constrain(z * jnp.exp(-time * jnp.abs(w["decay"])), None, "tensor")
@@ -273,9 +273,8 @@ def long_convolution(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
         z = reduce(jnp.add, (padded[:, n : n + length] * w["short"][n] for n in range(3)))
         first, second, value = (z[:, :, n] for n in range(3))
         value = constrain(value * second, "batch", None, "tensor")
-        spectrum = jnp.fft.rfft(value, 2 * length, axis=1) * jnp.fft.rfft(
-            implicit_filter(w["filter"]), 2 * length, axis=0
-        )
+        response = jnp.fft.rfft(implicit_filter(w["filter"]), 2 * length, axis=0)
+        spectrum = jnp.fft.rfft(value, 2 * length, axis=1) * response
         value = jnp.fft.irfft(spectrum, 2 * length, axis=1)[:, :length] + value * w["filter"]["skip"]
         return constrain(first * value, "batch", None, "tensor") @ w["out"]
 
