@@ -43,6 +43,14 @@ from plan_models.learning import (
     proximal_policy,
     sampler,
 )
+from plan_models.libraries import (
+    CONFORMER_SPLITS,
+    MIXER_SPLITS,
+    NNX_SPLITS,
+    mixer,
+    nnx_decoder,
+    speech_encoder,
+)
 from plan_models.mixture import SPLITS as MIXTURE_SPLITS
 from plan_models.mixture import experts as mixture_experts
 from plan_models.mixture import mixture
@@ -200,6 +208,9 @@ MORE: dict[str, Model] = {
         ),
         Model("proximal_policy", proximal_policy, published(POLICY_SPLITS, tensor=True)),
         Model("sampler", sampler, published(SAMPLER_SPLITS, tensor=True, serving=True), (1,)),
+        Model("speech_encoder", speech_encoder, published(CONFORMER_SPLITS, tensor=True)),
+        Model("nnx_decoder", nnx_decoder, published(NNX_SPLITS, tensor=True, vocab=True, unsplit="positions/")),
+        Model("mixer", mixer, published(MIXER_SPLITS, tensor=True)),
         Model("adafactor_decoder", adafactor_decoder, published(ADAFACTOR_SPLITS, tensor=True, unsplit=POSITIONS)),
     )
 }
