@@ -34,6 +34,25 @@ from plan_models.kinds import (
     switch_experts,
     unet,
 )
+from plan_models.learning import (
+    ADAFACTOR_SPLITS,
+    ALIBI_SPLITS,
+    POLICY_SPLITS,
+    SAMPLER_SPLITS,
+    adafactor_decoder,
+    alibi_decoder,
+    distillation,
+    proximal_policy,
+    sampler,
+)
+from plan_models.libraries import (
+    CONFORMER_SPLITS,
+    MIXER_SPLITS,
+    NNX_SPLITS,
+    mixer,
+    nnx_decoder,
+    speech_encoder,
+)
 from plan_models.mixture import SPLITS as MIXTURE_SPLITS
 from plan_models.mixture import experts as mixture_experts
 from plan_models.mixture import mixture
@@ -42,6 +61,16 @@ from plan_models.pairs import CLIP_SPLITS, TABLE_SPLITS, image_text_pairs, prefe
 from plan_models.patches import DIT_SPLITS, MAE_SPLITS, diffusion_transformer, masked_autoencoder
 from plan_models.physics import BURGERS_SPLITS, GRAPH_SPLITS, graph_net, physics_informed
 from plan_models.recurrent import lstm, lstm_experts
+from plan_models.sequences import (
+    GLA_SPLITS,
+    HYBRID_SPLITS,
+    HYENA_SPLITS,
+    LRU_SPLITS,
+    linear_attention,
+    linear_recurrence,
+    long_convolution,
+    mamba_experts,
+)
 from plan_models.text import (
     ENCODER_DECODER_SPLITS,
     GPT_SPLITS,
@@ -174,6 +203,26 @@ MORE: dict[str, Model] = {
         Model("nerf", nerf, published(RAYS_SPLITS, tensor=True)),
         Model("diffusion_transformer", diffusion_transformer, published(DIT_SPLITS, tensor=True)),
         Model("masked_autoencoder", masked_autoencoder, published(MAE_SPLITS, tensor=True, stacked=LAYERS)),
+        Model("linear_recurrence", linear_recurrence, published(LRU_SPLITS, tensor=True)),
+        Model("mamba_experts", mamba_experts, published(HYBRID_SPLITS, tensor=True, vocab=True, experts=True)),
+        Model("long_convolution", long_convolution, published(HYENA_SPLITS, tensor=True)),
+        Model(
+            "linear_attention",
+            linear_attention,
+            published(GLA_SPLITS, tensor=True, sequence=True, vocab=True, stacked=LAYERS),
+        ),
+        Model("alibi_decoder", alibi_decoder, published(ALIBI_SPLITS, tensor=True, vocab=True, stacked=LAYERS)),
+        Model(
+            "distillation",
+            distillation,
+            published(LLAMA_SPLITS, tensor=True, vocab=True, stacked=LAYERS, frozen="^frozen/"),
+        ),
+        Model("proximal_policy", proximal_policy, published(POLICY_SPLITS, tensor=True)),
+        Model("sampler", sampler, published(SAMPLER_SPLITS, tensor=True, serving=True), (1,)),
+        Model("speech_encoder", speech_encoder, published(CONFORMER_SPLITS, tensor=True)),
+        Model("nnx_decoder", nnx_decoder, published(NNX_SPLITS, tensor=True, vocab=True, unsplit="positions/")),
+        Model("mixer", mixer, published(MIXER_SPLITS, tensor=True)),
+        Model("adafactor_decoder", adafactor_decoder, published(ADAFACTOR_SPLITS, tensor=True, unsplit=POSITIONS)),
     )
 }
 """More kinds, on which no figure of the planner was chosen."""
