@@ -15,6 +15,7 @@ import functools
 import importlib
 import itertools
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ import jax
 from compiled_plans import MESH, PROGRAMS, SET_ASIDE, TARGETS, CompiledPlan, planning_mesh, read_layouts, read_table
 from plan_models.compiled import Cache, Question
 
+from shardrules.programs.autoplan.graph import machine as graph_machine
 from shardrules.programs.autoplan.graph.machine import Machine
 from shardrules.programs.autoplan.run.call import Call, read_call
 from shardrules.programs.autoplan.solve.search import Task
@@ -53,9 +55,6 @@ class Rule:
             for each in classes:
                 owner = getattr(owner, each)
             before.append((owner, name, owner.__dict__[name]))
-            if isinstance(value, functools.cached_property):
-                value = functools.cached_property(value.func)
-                value.__set_name__(owner, name)
             setattr(owner, name, value)
         try:
             yield
@@ -78,7 +77,8 @@ class Case:
 
     def task(self) -> Task:
         """Builds what the rules decide."""
-        return Task.of(self.program, self.machine, self.call.paths, self.call.feedback, {})
+        machine = attrs.evolve(self.machine, assumptions=graph_machine.Assumptions())
+        return Task.of(self.program, machine, self.call.paths, self.call.feedback, {})
 
 
 @final
@@ -91,6 +91,11 @@ class Point:
     least_bytes: float
     most_bytes: float
     cost: float
+
+    @property
+    def is_inside(self) -> bool:
+        """Returns whether the compiler's peak is between the two."""
+        return self.least_bytes <= self.row.peak_bytes <= self.most_bytes
 
     @property
     def ratio(self) -> float:
@@ -124,7 +129,7 @@ def points(case: Case) -> list[Point]:
             print(f"{case.name}, {case.target}, {row.plan}: the problem has other layouts", file=sys.stderr)
             continue
         each = task.tight() if row.limit_bytes is not None else task
-        late, written = each.occupancy.peak(choice), each.as_written.peak(choice)
+        late, written = each.occupancy.peak(choice), each.as_written.peak(choice) / each.occupancy.temporaries
         peak = each.compiled_peak(choice)
         result.append(Point(row, peak, min(late, written), max(late, written), task.problem.cost(choice)))
     return result
@@ -159,10 +164,23 @@ def summary(all_points: Sequence[list[Point]], near: float) -> dict[str, float]:
         "spread": math.exp(sum(abs(math.log(point.ratio)) for point in free) / len(free)) - 1,
         "least": min(point.ratio for point in free),
         "most": max(point.ratio for point in free),
+        "inside": sum(point.is_inside for point in free) / len(free),
+        "width": statistics.median(point.most_bytes / point.least_bytes - 1 for point in free),
+        "time": time_spread(all_points),
         "tau": sum(taus) / len(taus) if taus else math.nan,
         "chosen": math.exp(sum(map(math.log, chosen)) / len(chosen)),
         "worst": max(chosen),
     }
+
+
+def time_spread(all_points: Sequence[list[Point]]) -> float:
+    """Returns how far modelled times of the plans of a program differ in their ratio to the compiled ones."""
+    spreads = []
+    for points in all_points:
+        logs = [math.log(point.cost / point.row.seconds) for point in points if point.row.limit_bytes is None]
+        middle = statistics.median(logs) if logs else 0.0
+        spreads += [abs(value - middle) for value in logs]
+    return math.exp(sum(spreads) / len(spreads)) - 1 if spreads else math.nan
 
 
 def line(name: str, halves: Sequence[dict[str, float]]) -> str:
@@ -171,7 +189,7 @@ def line(name: str, halves: Sequence[dict[str, float]]) -> str:
     return f"{name:44}" + "  |".join(cells)
 
 
-COLUMNS = ("near", "spread", "least", "most", "tau", "chosen", "worst")
+COLUMNS = ("near", "spread", "least", "most", "inside", "width", "time", "tau", "chosen", "worst")
 
 
 def off(*patches: Any) -> tuple[tuple[str, Any], ...]:
@@ -284,7 +302,7 @@ def rules() -> list[Rule]:
             off(
                 "autoplan.graph.machine:Assumptions",
                 functools.partial(
-                    importlib.import_module(PROGRAMS_ROOM + "autoplan.graph.machine").Assumptions, temporaries=1.0
+                    graph_machine.Assumptions, temporaries=1.0
                 ),
             ),
         ),
@@ -296,7 +314,7 @@ def rules() -> list[Rule]:
         Rule("ragged matmuls copy rows", off("autoplan.solve.memory:_expansion_stays", no_items)),
         Rule(
             "stacks are made together",
-            off("autoplan.solve.memory:_first_stacks", lambda program, spans: _own_stacks(program, spans)),
+            off("autoplan.solve.memory:_stack_key", lambda program, array: (array,)),
         ),
         Rule("what branches take stays", off("autoplan.solve.memory:_branch_ends", no_dict)),
         Rule(
@@ -341,12 +359,12 @@ def rules() -> list[Rule]:
             "stacks are copied to arguments",
             off(
                 "autoplan.graph.compute_cost:ComputeCosts._copied_stacks",
-                functools.cached_property(lambda self: frozenset()),
+                property(lambda self: frozenset()),
             ),
         ),
         Rule(
             "pieces of stacks are updated (time)",
-            off("autoplan.graph.compute_cost:ComputeCosts._updated_pieces", functools.cached_property(lambda self: {})),
+            off("autoplan.graph.compute_cost:ComputeCosts._updated_pieces", property(lambda self: {})),
         ),
         Rule("short rows are gathered slowly", off("autoplan.graph.compute_cost:ROW_BYTES", 0)),
         Rule(
@@ -365,18 +383,6 @@ def rules() -> list[Rule]:
             ),
         ),
     ]
-
-
-def _own_stacks(program: TracedProgram, spans: Any) -> Any:
-
-    class Starts(dict):
-        def __missing__(self, key: Any) -> int:
-            return 0
-
-    return memory_first(program, spans)
-
-
-memory_first: Callable[..., Any] = no_dict
 
 
 def main(arguments: list[str] | None = None) -> int:
