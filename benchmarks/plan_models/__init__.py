@@ -16,6 +16,7 @@ import numpy as np
 from plan_models.convs import GAN_SPLITS, NEXT_SPLITS, depthwise_net, gradient_penalty
 from plan_models.experts import Expert, Splits, expert_constraints, megatron, plain, published, vocabularies
 from plan_models.fields import OPERATOR_SPLITS, RAYS_SPLITS, fourier_operator, nerf
+from plan_models.flows import FLOW_LAYERS, flow
 from plan_models.images import CODES_SPLITS, TIED_SPLITS, tied_autoencoder, vq_vae
 from plan_models.kinds import (
     CACHE_SPLITS,
@@ -180,6 +181,7 @@ MORE: dict[str, Model] = {
         Model("gradient_penalty", gradient_penalty, published(GAN_SPLITS, tensor=True)),
         Model("window_attention", window_attention, published(SWIN_SPLITS, tensor=True)),
         Model("depthwise_net", depthwise_net, published(NEXT_SPLITS, tensor=True)),
+        Model("flow", flow, published(stacked=FLOW_LAYERS)),
     )
 }
 """More kinds, on which no figure of the planner was chosen."""
