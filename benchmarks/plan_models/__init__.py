@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from plan_models.convs import GAN_SPLITS, NEXT_SPLITS, depthwise_net, gradient_penalty
 from plan_models.experts import Expert, Splits, expert_constraints, megatron, plain, published, vocabularies
-from plan_models.fields import RAYS_SPLITS, nerf
+from plan_models.fields import OPERATOR_SPLITS, RAYS_SPLITS, fourier_operator, nerf
+from plan_models.flows import FLOW_LAYERS, flow
 from plan_models.images import CODES_SPLITS, TIED_SPLITS, tied_autoencoder, vq_vae
 from plan_models.kinds import (
     CACHE_SPLITS,
@@ -80,6 +82,7 @@ from plan_models.text import (
     llama,
 )
 from plan_models.vision import VIT_SPLITS, conv_experts, conv_net, vit
+from plan_models.windows import SWIN_SPLITS, window_attention
 
 __all__ = ["KINDS", "MODELS", "MORE", "Expert", "Model", "expert_constraints"]
 
@@ -223,6 +226,11 @@ MORE: dict[str, Model] = {
         Model("nnx_decoder", nnx_decoder, published(NNX_SPLITS, tensor=True, vocab=True, unsplit="positions/")),
         Model("mixer", mixer, published(MIXER_SPLITS, tensor=True)),
         Model("adafactor_decoder", adafactor_decoder, published(ADAFACTOR_SPLITS, tensor=True, unsplit=POSITIONS)),
+        Model("fourier_operator", fourier_operator, published(OPERATOR_SPLITS, tensor=True)),
+        Model("gradient_penalty", gradient_penalty, published(GAN_SPLITS, tensor=True)),
+        Model("window_attention", window_attention, published(SWIN_SPLITS, tensor=True)),
+        Model("depthwise_net", depthwise_net, published(NEXT_SPLITS, tensor=True)),
+        Model("flow", flow, published(stacked=FLOW_LAYERS)),
     )
 }
 """More kinds, on which no figure of the planner was chosen."""

@@ -1,4 +1,4 @@
-"""Kinds of train steps that fit fields: a radiance field."""
+"""Kinds of train steps that fit fields: a radiance field, a Fourier neural operator."""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -16,6 +16,12 @@ RAYS_SPLITS: Splits = (
     (r"/(hidden_[1357]|view)/(kernel|bias)$", -1, "tensor"),
     (r"/(hidden_[246]|feature|density|color)/kernel$", 0, "tensor"),
     (r"(^|/)key$", 0, None),
+)
+OPERATOR_SPLITS: Splits = (
+    (r"(^|/)layers/[02]/spectral$", 2, "tensor"),
+    (r"(^|/)(layers/[02]|project_1)/(w|b)$", -1, "tensor"),
+    (r"(^|/)layers/[13]/spectral$", 1, "tensor"),
+    (r"(^|/)(layers/[13]|project_2)/w$", 0, "tensor"),
 )
 
 
@@ -80,3 +86,49 @@ def nerf(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
     step, state = optax_step(loss, optax.adam(5e-4), params)
     batches = dict.fromkeys(("origins", "directions", "colors"), directions)
     return step, (state, batches | {"key": jax.ShapeDtypeStruct((2,), jnp.uint32)})
+
+
+def fourier_operator(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
+    """An FNO on grids of 128 x 128: in each layer, complex weights of low modes beside a pointwise layer."""
+    width, modes, layers, side, batch = 64, 16, 4, 128, 16 * devices
+    if smoke:
+        width, modes, layers, side, batch = 8, 2, 2, 8, devices
+
+    def linear(before: int, after: int) -> dict[str, Any]:
+        return {"w": array(before, after, dtype=jnp.float32), "b": array(after, dtype=jnp.float32)}
+
+    spectral = array(2, width, width, modes, modes, 2, dtype=jnp.float32)  # positive and negative rows; real, imaginary
+    params = {
+        "lift": linear(3, width),
+        "layers": [linear(width, width) | {"spectral": spectral}] * layers,
+        "project_1": linear(width, 2 * width),
+        "project_2": linear(2 * width, 1),
+    }
+
+    def convolved(weights: jax.Array, x: jax.Array, channels: str | None) -> jax.Array:
+        low, high = jax.lax.complex(weights[..., 0], weights[..., 1])
+        waves = jnp.fft.rfft2(x, axes=(1, 2))
+        results = jnp.zeros((*waves.shape[:3], width), waves.dtype)
+        results = results.at[:, :modes, :modes].set(jnp.einsum("bxyi,ioxy->bxyo", waves[:, :modes, :modes], low))
+        results = results.at[:, -modes:, :modes].set(jnp.einsum("bxyi,ioxy->bxyo", waves[:, -modes:, :modes], high))
+        results = constrain(results, "batch", None, None, channels)
+        return jnp.fft.irfft2(results, (side, side), axes=(1, 2))
+
+    def solved(p: Any, inputs: jax.Array) -> jax.Array:
+        line = jnp.linspace(0.0, 1.0, side)
+        grid = jnp.broadcast_to(jnp.stack(jnp.meshgrid(line, line), -1), (*inputs.shape[:3], 2))
+        x = jnp.concatenate([constrain(inputs, "batch", None, None, None), grid], -1) @ p["lift"]["w"] + p["lift"]["b"]
+        for index, layer in enumerate(p["layers"]):
+            channels = None if index % 2 else "tensor"
+            x = convolved(layer["spectral"], x, channels) + x @ layer["w"] + layer["b"]
+            x = constrain(jax.nn.gelu(x) if index < layers - 1 else x, "batch", None, None, channels)
+        x = jax.nn.gelu(x @ p["project_1"]["w"] + p["project_1"]["b"])
+        return constrain(x, "batch", None, None, "tensor") @ p["project_2"]["w"] + p["project_2"]["b"]
+
+    def loss(p: Any, batch: Any) -> jax.Array:
+        errors = jnp.sum((solved(p, batch["inputs"]) - batch["outputs"]) ** 2, (1, 2, 3))
+        return jnp.mean(jnp.sqrt(errors / jnp.sum(batch["outputs"] ** 2, (1, 2, 3))))
+
+    optimizer = optax.adamw(optax.cosine_decay_schedule(1e-3, 50_000), weight_decay=1e-4)
+    step, state = optax_step(loss, optimizer, params)
+    return step, (state, dict.fromkeys(("inputs", "outputs"), array(batch, side, side, 1, dtype=jnp.float32)))
