@@ -17,7 +17,7 @@ from shardrules.programs.autoplan.graph.host_moves import host_move
 from shardrules.programs.autoplan.graph.layouts import shard_counts
 from shardrules.programs.autoplan.graph.machine import Machine
 from shardrules.programs.compilers.fusion import FusedProgram
-from shardrules.programs.compilers.kernels import IN_PLACE, is_matmul, reduced_runs
+from shardrules.programs.compilers.kernels import IN_PLACE, is_matmul
 from shardrules.programs.compilers.operand_copies import OperandCopies, copied_filter
 from shardrules.programs.compilers.ragged import copied_operands, group_count, group_factor, sums_rows
 from shardrules.programs.compiling.fused_calls import fused_matmul
@@ -59,8 +59,7 @@ class ComputeCosts:
         # A kernel of each round counts rounds, except on TPUs, which have a core for scalars.
         loop_kernels = 0 if hardware.clock_hertz else 1
         seconds = seconds + self._host_seconds(op_index, node, layouts)
-        # A kernel of a GPU reduces dims that are next to each other.
-        kernels = max(1, reduced_runs(operation)) if self.machine.is_gpu and operation.role == "compute" else 1
+        kernels = self.machine.compiler.kernel_count(operation)
         launches = kernels * (op_index in self.fusion.kernels) + loop_kernels * (op_index in self._loop_heads)
         seconds = (seconds + launches * hardware.launch_seconds) * operation.run_count
         return seconds, seconds * is_memory_bound
@@ -135,7 +134,7 @@ class ComputeCosts:
         read, written = np.zeros(len(layouts)), np.zeros(len(layouts))
         for operand_index in range(len(operation.operands)):
             home, nbytes = operand_homes.get((op_index, operand_index)), fusion.read_bytes(op_index, operand_index)
-            if home is not None and nbytes and op_index not in self._updated_pieces:
+            if home is not None and nbytes:
                 # However a part is looked up, and whatever splits it, each device touches its piece of it.
                 is_part = bool(operation.factors.reduced) and fusion.touches_part(op_index, operand_index)
                 pieces = shard_counts(layouts if is_part else project(layouts, home), machine)
@@ -145,18 +144,18 @@ class ComputeCosts:
                 pieces = copied / shard_counts(project(layouts, home), machine)
                 read, written = read + pieces, written + pieces
         for result_index, result in enumerate(operation.results):
-            nbytes = self._updated_pieces.get(op_index, fusion.written_bytes(op_index, result_index))
+            nbytes = fusion.written_bytes(op_index, result_index)
             if not fusion.program.arrays[result].shape or not nbytes:
                 continue
             if operation.role == "leave":
-                # A stack is filled with zeros before the loop, but not by compilers for TPUs. If it is passed again as
-                # the argument that the loop reads, whose memory it cannot take before the end, it is copied there.
-                nbytes *= 1 + (machine.hardware.torus_dims == 0) + 2 * (op_index in self._copied_stacks)
+                # If it is passed again as the argument that the loop reads, whose memory it cannot take before the end,
+                # it is copied there.
+                nbytes *= 1 + machine.compiler.fills_stacks + 2 * (op_index in self._copied_stacks)
             written += nbytes / self._result_counts(operation, node, layouts, result_index)
         return read, written
 
     def _masked_copies(self, operation: Operation, layouts: np.ndarray) -> dict[int, np.ndarray]:
-        if operation.name != "ragged_dot_general" or self.machine.has_ragged_kernels:
+        if operation.name != "ragged_dot_general" or self.machine.compiler.has_ragged_kernels:
             return {}
         factor = group_factor(operation)
         is_split = np.zeros(layouts.shape, bool) if factor is None else layouts == factor
@@ -193,7 +192,7 @@ class ComputeCosts:
     ) -> np.ndarray:
         """The bytes that a device reads and writes to copy operands into the order that a dot takes."""
         operation, arrays = self.fusion.program.operations[op_index], self.fusion.program.arrays
-        if operation.name != "dot_general" or not self.machine.is_gpu or None in operation.operands:
+        if operation.name != "dot_general" or not self.machine.compiler.orders_operands or None in operation.operands:
             return np.zeros(len(layouts))
         shapes = [arrays[operand].shape for operand in operation.operands if operand is not None]
         homes = [operand_homes.get((op_index, operand_index)) for operand_index in range(2)]
@@ -207,7 +206,7 @@ class ComputeCosts:
         it."""
         program = self.fusion.program
         operation = program.operations[op_index]
-        filter_index = copied_filter(program, operation) if self.machine.is_gpu else None
+        filter_index = copied_filter(program, operation) if self.machine.compiler.orders_operands else None
         if filter_index is None:
             return np.zeros(len(layouts))
         array = program.arrays[filter_index]
@@ -219,25 +218,6 @@ class ComputeCosts:
     @functools.cached_property
     def _operand_copies(self) -> OperandCopies:
         return OperandCopies(self.fusion)
-
-    @functools.cached_property
-    def _updated_pieces(self) -> dict[int, int]:
-        """The bytes written when a loop takes its piece of a stack and updates it: none if the kernels that use the
-        result read the piece and the update, and for a matmul the updated piece, and the piece as it was."""
-        program, fusion = self.fusion.program, self.fusion
-        written: dict[int, int] = {}
-        for op_index, operation in enumerate(program.operations):
-            piece = operation.operands[0] if operation.operands else None
-            producer = None if piece is None else program.producers.get(piece)
-            if operation.name != "dynamic_update_slice" or piece is None or producer is None:
-                continue
-            if program.operations[producer].role == "enter" and piece not in fusion.written:
-                users = [program.operations[user] for user, _ in program.users.get(operation.results[0], ())]
-                if any(is_matmul(user) for user in users):
-                    written[op_index] = 2 * program.arrays[piece].nbytes
-                else:
-                    written[producer] = 0
-        return written
 
     @functools.cached_property
     def _copied_stacks(self) -> frozenset[int]:
@@ -265,7 +245,7 @@ class ComputeCosts:
         if fused is not None and is_attention(fused):
             return attention_seconds(fused, self.machine.hardware) / shard_counts(layouts, self.machine)
         if operation.name != "dot_general" or len(shapes) < 2:
-            flops = operation.flops * (1 if self.machine.has_ragged_kernels else group_count(operation))
+            flops = operation.flops * (1 if self.machine.compiler.has_ragged_kernels else group_count(operation))
             large = flops_seconds(flops, operation.dtype, precision, self.machine.hardware)
             return large / shard_counts(layouts, self.machine)
         numbers = operation.equation.params["dimension_numbers"]

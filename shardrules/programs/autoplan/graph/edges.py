@@ -25,7 +25,6 @@ class _Timing(NamedTuple):
 
     exposed: float
     is_between: bool
-    is_gathered_again: bool
 
 
 @final
@@ -95,9 +94,15 @@ class EdgeBuilder:
         while operation is not None and operation.role == "compute" and len(operation.operands) == 1:
             (operand,) = operation.operands
             operation = None if operand is None else self._producer(operand)
-        if operation is None or operation.name != "dot_general" or is_matmul(operation) or not self.machine.is_gpu:
+        if (
+            operation is None
+            or operation.name != "dot_general"
+            or is_matmul(operation)
+            or not self.machine.compiler.orders_operands
+        ):
             return 0
-        return max(self.program.arrays[operand].nbytes for operand in operation.operands if operand is not None)
+        sizes = (self.program.arrays[operand].nbytes for operand in operation.operands if operand is not None)
+        return max(sizes) if self.machine.compiler.orders_operands else 0
 
     @functools.cached_property
     def _broadcasts(self) -> Broadcasts:
@@ -137,7 +142,6 @@ class EdgeBuilder:
         return _Timing(
             exposed=1.0 - self.machine.assumptions.hidden * has_time,
             is_between=any(self._waiting.is_between(op_index, array) for op_index in op_indices),
-            is_gathered_again=self._waiting.is_gathered_again(op_indices, array),
         )
 
     def _is_alone(self, reads: Sequence[tuple[int, int]], array: int) -> bool:
@@ -170,10 +174,18 @@ class EdgeBuilder:
             edge = self._edge(start, end, nbytes, count, is_alone, timing)
             if read_bytes:
                 edge = attrs.evolve(edge, relayout_seconds=self._relayout_seconds(edge, read_bytes))
-            elif self.machine.is_gpu and not timing.is_between and (broadcast_bytes or self._is_matrix(array)):
+            elif (
+                self.machine.compiler.orders_operands
+                and not timing.is_between
+                and (broadcast_bytes or self._is_matrix(array))
+            ):
                 edge = attrs.evolve(edge, relayout_seconds=self._reordering_seconds(edge, broadcast_bytes))
             self.edges.append(edge)
         return self._indices_by_key[key]
+
+    def _is_reordered(self, array: int, timing: _Timing, broadcast_bytes: int) -> bool:
+        is_ordered = self.machine.compiler.orders_operands and not timing.is_between
+        return is_ordered and (broadcast_bytes > 0 or self._is_matrix(array))
 
     def _relayout_seconds(self, edge: Edge, read_bytes: int) -> np.ndarray:
         """The time of copies for a collective along a dim other than the first, which wants that dim first in memory,

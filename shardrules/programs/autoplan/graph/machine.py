@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardrules.core.axes import AnyMesh, mesh_sizes
+from shardrules.programs.compilers.compiler import Compiler, compiler_of
 from shardrules.programs.costs.collective import Group, collective_cost
 from shardrules.programs.machine.hardware import Hardware
 from shardrules.programs.machine.kinds import sheet_name
@@ -70,6 +71,7 @@ class Machine:
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
     rates: Mapping[str, Rates]
+    compiler: Compiler
 
     @classmethod
     def of(cls, mesh: AnyMesh, hardware: Hardware | None = None, assumptions: Assumptions | None = None) -> "Machine":
@@ -80,20 +82,7 @@ class Machine:
         groups = [_device_group(mesh, axes, mask, sheet) for mask in range(1 << len(axes))]
         cubes = [_is_cube(mesh, axes, mask) for mask in range(1 << len(axes))]
         rates = {kind: _collective_rates(kind, groups, cubes, sheet) for kind in COLLECTIVE_KINDS}
-        return cls(mesh, sheet, assumptions, axes, tuple(sizes.values()), rates)
-
-    @property
-    def has_ragged_kernels(self) -> bool:
-        """Compilers for it have a kernel for ragged matmuls, as they have for TPUs, whose links are a torus."""
-        return self.hardware.torus_dims > 0
-
-    @property
-    def is_gpu(self) -> bool:
-        return self.hardware.torus_dims == 0 and not self.hardware.is_cpu
-
-    @property
-    def puts_off(self) -> bool:
-        return self.is_gpu
+        return cls(mesh, sheet, assumptions, axes, tuple(sizes.values()), rates, compiler_of(sheet))
 
 
 def hardware_of(mesh: AnyMesh) -> Hardware:

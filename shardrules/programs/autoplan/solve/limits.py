@@ -4,7 +4,7 @@ Compilers that have to keep a limit need less for most plans, but more for those
 that decides what fits, or what fits is slow, it is searched again as such compilers have it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
@@ -31,7 +31,7 @@ def search_within(
     result = _as_compiled(task, counted, limit_bytes)
     if tight is task:
         return result
-    peak = tight.compiled_peak
+    peak = _expected(tight)
     fits = result.fits and peak(result.choice) <= limit_bytes
     is_slow = result.fits and result.candidates[0].cost < cost(result.choice) > _SLOW * counted.bound
     if fits and not is_slow:
@@ -49,6 +49,10 @@ def search_within(
     if fits and cost(result.choice) <= _SLOW * cost(other.choice):
         return attrs.evolve(result, seconds=other.seconds)
     return attrs.evolve(other, is_tight=True)
+
+
+def _expected(task: Task) -> Callable[[Sequence[int]], float]:
+    return lambda choice: task.peak(choice).middle
 
 
 def frontier_points(task: Task, count: int, deadline: Deadline) -> list[tuple[int, float, int, float | None]]:
@@ -94,7 +98,7 @@ def _as_compiled(task: Task, result: SearchResult, limit_bytes: float) -> Search
     for trial in result.met:
         if result.fits and trial.cost >= task.problem.cost(result.choice) * (1 - BETTER):
             break
-        if task.compiled_peak(trial.choice) <= limit_bytes:
+        if task.peak(trial.choice).middle <= limit_bytes:
             return task.with_choice(attrs.evolve(result, fits=True, bound=result.free_bound), trial.choice)
     return result
 
