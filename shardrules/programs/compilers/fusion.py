@@ -17,12 +17,10 @@ from typing import final
 
 import attrs
 
-from shardrules.programs.compilers.copies import copy_counts
 from shardrules.programs.compilers.kernels import (
     IN_PLACE,
     PARTIAL_READS,
     ends_chain,
-    is_matmul,
     is_view,
     reduced_rows,
     takes_whole,
@@ -48,14 +46,11 @@ class FusedProgram:
     read an array, only the first of them counts it."""
     kernels: frozenset[int]
     """The operations at which a kernel ends."""
-    copied: Mapping[int, float]
-    """For each operation that copies its first operand instead of overwriting it: how often it does in one run."""
     gradients: NormGradients
 
     @classmethod
-    def of(cls, program: TracedProgram, feedback: Mapping[int, int] | None = None) -> "FusedProgram":
-        """Returns what a compiler makes of a program. The arguments that results replace, in `feedback`, are donated;
-        without it, all are."""
+    def of(cls, program: TracedProgram) -> "FusedProgram":
+        """Returns what a compiler makes of a program."""
         written = with_series(program, _written(program))
         gradients = NormGradients.of(program, written)
         written |= gradients.siblings.keys()
@@ -64,7 +59,6 @@ class FusedProgram:
         joined = Unions[int]()  # kernels that are one, by the operations at which they end
         _join_optimizer(program, kernels_of, sources, joined)
         _join_rows(program, kernels_of, sources, written, joined)
-        _join_dots(program, kernels_of, sources, joined)
         read_counts: dict[tuple[int, int], int] = {}
         counted: set[tuple[int, int]] = set()
         for op_index, operation in enumerate(program.operations):
@@ -81,8 +75,7 @@ class FusedProgram:
         ending = frozenset(
             joined.root(op_index) for op_index, kernels in enumerate(kernels_of) if kernels == {op_index}
         )
-        copied = copy_counts(program, sources, feedback, IN_PLACE)
-        return cls(program, written, sources, read_counts, ending, copied, gradients)
+        return cls(program, written, sources, read_counts, ending, gradients)
 
     def writes(self, op_index: int, result: int) -> bool:
         """An operation writes a result to memory that it does not share with an operand."""
@@ -140,11 +133,6 @@ class FusedProgram:
         if operation.name in IN_PLACE:
             return min(arrays[result].nbytes, arrays[_update(operation)].nbytes)
         return self.nbytes(result)
-
-    def copied_bytes(self, op_index: int) -> float:
-        """Returns the bytes of its first operand that an operation copies, in one run."""
-        operand = self.program.operations[op_index].operands[0] if op_index in self.copied else None
-        return 0.0 if operand is None else self.copied[op_index] * self.nbytes(operand)
 
     def touches_part(self, op_index: int, operand_index: int) -> bool:
         """An operation reads, or overwrites, only some elements of an operand."""
@@ -247,22 +235,6 @@ def _join_optimizer(
         for first, second in itertools.pairwise(ends):
             if shapes[first] == shapes[second]:
                 joined.join(first, second)
-
-
-def _join_dots(
-    program: TracedProgram, kernels_of: list[frozenset[int]], sources: Mapping[int, int], joined: Unions[int]
-) -> None:
-    """Joins dots with vectors with the elementwise kernel that writes what they add up, as in a loop over time."""
-    for op_index, operation in enumerate(program.operations):
-        if operation.name != "dot_general" or is_matmul(operation):
-            continue
-        for operand in operation.operands:
-            producer = None if operand is None else program.producers.get(sources.get(operand, operand))
-            if producer is None or kernels_of[producer] != {producer}:
-                continue
-            written_here = program.operations[producer]
-            if written_here.region == operation.region and not ends_chain(written_here):
-                joined.join(producer, op_index)
 
 
 def _join_rows(

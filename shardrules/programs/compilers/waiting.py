@@ -7,7 +7,6 @@
 """
 
 import functools
-from collections.abc import Mapping
 from typing import Self, final
 
 import attrs

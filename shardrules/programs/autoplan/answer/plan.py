@@ -132,8 +132,8 @@ class AutoPlan:
 
     @property
     def is_expected_to_fit(self) -> bool:
-        """Returns whether the middle of the range of its peak keeps the memory limit; with `prove`, whether it does."""
-        return self.peak.middle <= self.memory_limit * (1 + LIMIT_TOLERANCE)
+        """Returns whether the expected peak keeps the memory limit; with `prove`, whether the compiler's does."""
+        return self.peak.expected <= self.memory_limit * (1 + LIMIT_TOLERANCE)
 
     @functools.cached_property
     def cost(self) -> float:
@@ -210,14 +210,14 @@ class AutoPlan:
         """
         for trial in self.compiled:
             if trial.is_chosen:
-                return Peak(trial.peak_bytes, trial.peak_bytes)
+                return Peak.point(trial.peak_bytes)
         task = self.task.tight() if self.result.is_tight else self.task
         return task.peak(self.choice)
 
     @property
     def peak_bytes(self) -> int:
-        """The middle of the range of its peak."""
-        return int(self.peak.middle)
+        """The most memory that a device is expected to use; with `prove`, as compiled."""
+        return int(self.peak.expected)
 
     @functools.cached_property
     def specs(self) -> tuple[PartitionSpec, ...]:

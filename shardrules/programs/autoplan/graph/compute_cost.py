@@ -18,8 +18,7 @@ from shardrules.programs.autoplan.graph.layouts import shard_counts
 from shardrules.programs.autoplan.graph.machine import Machine
 from shardrules.programs.compilers.fusion import FusedProgram
 from shardrules.programs.compilers.kernels import IN_PLACE, is_matmul
-from shardrules.programs.compilers.operand_copies import OperandCopies, copied_filter
-from shardrules.programs.compilers.ragged import copied_operands, group_count, group_factor, sums_rows
+from shardrules.programs.compilers.ragged import copied_operands, group_count, group_factor
 from shardrules.programs.compiling.fused_calls import fused_matmul
 from shardrules.programs.costs.attention import attention_seconds, is_attention
 from shardrules.programs.costs.kernels import READS_PER_WRITE
@@ -36,7 +35,6 @@ class ComputeCosts:
 
     fusion: FusedProgram
     machine: Machine
-    feedback: Mapping[int, int]
     _matmuls: dict[Any, np.ndarray] = attrs.field(factory=dict, init=False)
 
     def seconds(
@@ -52,10 +50,6 @@ class ComputeCosts:
             multiplying = self._matmul_seconds(operation, layouts, homes)
             is_memory_bound = seconds >= multiplying
             seconds = np.maximum(seconds, multiplying)
-        copied = self._operand_copy_bytes(op_index, layouts, operand_homes)
-        copied = copied + self._filter_copy_bytes(op_index, node, layouts, operand_homes)
-        copied = copied + self._masked_copy_bytes(op_index, layouts, operand_homes)
-        seconds = seconds + copied * traffic_seconds(1, hardware) + (copied > 0) * hardware.launch_seconds
         # A kernel of each round counts rounds, except on TPUs, which have a core for scalars.
         loop_kernels = 0 if hardware.clock_hertz else 1
         seconds = seconds + self._host_seconds(op_index, node, layouts)
@@ -139,18 +133,12 @@ class ComputeCosts:
                 is_part = bool(operation.factors.reduced) and fusion.touches_part(op_index, operand_index)
                 pieces = shard_counts(layouts if is_part else project(layouts, home), machine)
                 read += nbytes * copies.get(operand_index, 1) / pieces
-            copied = fusion.copied_bytes(op_index) if home is not None and operand_index == 0 else 0.0
-            if copied and home is not None:
-                pieces = copied / shard_counts(project(layouts, home), machine)
-                read, written = read + pieces, written + pieces
         for result_index, result in enumerate(operation.results):
             nbytes = fusion.written_bytes(op_index, result_index)
             if not fusion.program.arrays[result].shape or not nbytes:
                 continue
             if operation.role == "leave":
-                # If it is passed again as the argument that the loop reads, whose memory it cannot take before the end,
-                # it is copied there.
-                nbytes *= 1 + machine.compiler.fills_stacks + 2 * (op_index in self._copied_stacks)
+                nbytes *= 1 + machine.compiler.fills_stacks
             written += nbytes / self._result_counts(operation, node, layouts, result_index)
         return read, written
 
@@ -163,19 +151,6 @@ class ComputeCosts:
         copies: np.ndarray = group_count(operation) / pieces
         return dict.fromkeys(copied_operands(operation), copies)
 
-    def _masked_copy_bytes(
-        self, op_index: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
-    ) -> np.ndarray:
-        operation, arrays = self.fusion.program.operations[op_index], self.fusion.program.arrays
-        moved = np.zeros(len(layouts))
-        for operand_index, copies in self._masked_copies(operation, layouts).items():
-            operand, home = operation.operands[operand_index], operand_homes.get((op_index, operand_index))
-            if operand is not None and home is not None:
-                # For sums over rows, the copies that other matmuls of these rows take are transposed.
-                times = 2 * copies if sums_rows(operation) else 1 + copies
-                moved += times * arrays[operand].nbytes / shard_counts(project(layouts, home), self.machine)
-        return moved
-
     def _result_counts(self, operation: Operation, node: int, layouts: np.ndarray, result_index: int) -> np.ndarray:
         """The number of pieces of a result, in each layout."""
         # A node of one result has the layouts of that result; one over the loops of an operation has to be projected.
@@ -186,55 +161,6 @@ class ComputeCosts:
                 layouts, nest_home(node, factors, factors.results[result_index], factors.summed(result_index))
             )
         return shard_counts(rows, self.machine)
-
-    def _operand_copy_bytes(
-        self, op_index: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
-    ) -> np.ndarray:
-        """The bytes that a device reads and writes to copy operands into the order that a dot takes."""
-        operation, arrays = self.fusion.program.operations[op_index], self.fusion.program.arrays
-        if operation.name != "dot_general" or not self.machine.compiler.orders_operands or None in operation.operands:
-            return np.zeros(len(layouts))
-        shapes = [arrays[operand].shape for operand in operation.operands if operand is not None]
-        homes = [operand_homes.get((op_index, operand_index)) for operand_index in range(2)]
-        sizes = [self._local_shapes(shape, layouts, home) for shape, home in zip(shapes, homes, strict=True)]
-        return self._operand_copies.nbytes(op_index, sizes)
-
-    def _filter_copy_bytes(
-        self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
-    ) -> np.ndarray:
-        """The bytes that a device reads and writes to copy a filter, or its gradient, into the order of cuDNN or from
-        it."""
-        program = self.fusion.program
-        operation = program.operations[op_index]
-        filter_index = copied_filter(program, operation) if self.machine.compiler.orders_operands else None
-        if filter_index is None:
-            return np.zeros(len(layouts))
-        array = program.arrays[filter_index]
-        if filter_index in operation.results:
-            return 2 * array.nbytes / self._result_counts(operation, node, layouts, 0)
-        sizes = self._local_shapes(array.shape, layouts, operand_homes.get((op_index, 1)))
-        return 2 * array.nbytes / max(1, math.prod(array.shape)) * sizes.prod(axis=1)
-
-    @functools.cached_property
-    def _operand_copies(self) -> OperandCopies:
-        return OperandCopies(self.fusion)
-
-    @functools.cached_property
-    def _copied_stacks(self) -> frozenset[int]:
-        """The stacks that leave a loop which reads the argument that they become in the next call."""
-        program, sources = self.fusion.program, self.fusion.sources
-        read = {
-            (operation.equation_index, sources.get(operand, operand))
-            for operation in program.operations
-            for operand in operation.operands
-            if operation.role == "enter" and operand is not None
-        }
-        arguments = {sources.get(result, result): argument for result, argument in self.feedback.items()}
-        return frozenset(
-            op_index
-            for op_index, operation in enumerate(program.operations)
-            if operation.role == "leave" and (operation.equation_index, arguments.get(operation.results[0])) in read
-        )
 
     def _matmul_seconds(self, operation: Operation, layouts: np.ndarray, homes: Sequence[Home | None]) -> np.ndarray:
         shapes = [

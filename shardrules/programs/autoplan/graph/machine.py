@@ -32,7 +32,8 @@ class Assumptions:
     **Arguments:**
 
     - `combined_bytes`: compilers combine collectives that send fewer bytes, which then share their fixed costs.
-    - `temporaries`: how much more memory intermediate results take than they have bytes: gaps between them.
+    - `temporaries`: how much more memory intermediate results take than they have bytes: gaps between them. `None` is
+        the middle of what is known of the compiler.
     - `hidden`: the fraction of the time of collectives that compilers hide behind computing, where there is a matmul
         that does not wait for them.
 
@@ -43,9 +44,7 @@ class Assumptions:
 
     # The order of magnitude of XLA's own thresholds. With half as much, more small collectives pay their latency alone.
     combined_bytes: int = 8 * 2**20
-    # What XLA for GPUs needs for the models of the benchmark, over what is in memory at once. With a lower factor plans
-    # fill more of the memory, and some do not fit when they are compiled.
-    temporaries: float = 1.1
+    temporaries: float | None = None
     # XLA for GPUs hides between a quarter and three quarters in the models of the benchmark. Plans do not
     # depend on it: with more, their modelled times are shorter.
     hidden: float = 0.5
@@ -72,6 +71,12 @@ class Machine:
     sizes: tuple[int, ...]
     rates: Mapping[str, Rates]
     compiler: Compiler
+
+    @property
+    def temporaries(self) -> float:
+        """The memory that intermediate results are expected to take, over their bytes."""
+        assumed = self.assumptions.temporaries
+        return self.compiler.middle_gaps if assumed is None else assumed
 
     @classmethod
     def of(cls, mesh: AnyMesh, hardware: Hardware | None = None, assumptions: Assumptions | None = None) -> "Machine":

@@ -88,12 +88,11 @@ class Occupancy:
         stays = (
             *_argument_stays(problem),
             *_result_stays(problem, positions, spans, last_uses, overwritten, updated),
-            *_entering_stays(problem, positions, spans),
             *_expansion_stays(problem, positions),
             *_region_stays(problem, positions),
         )
         copies = _copies(problem, positions, spans, last_uses, updated)
-        return cls(problem, stays, copies, fixed, problem.machine.assumptions.temporaries)
+        return cls(problem, stays, copies, fixed, problem.machine.temporaries)
 
     def timeline(self, choice: Sequence[int]) -> np.ndarray:
         """Returns the bytes in memory under a choice, at each operation and at the end."""
@@ -326,19 +325,6 @@ def _is_constant(program: TracedProgram, array: int | None) -> bool:
     """An array is computed from nothing, such as zeros."""
     producer = None if array is None else program.producers.get(array)
     return producer is not None and all(operand is None for operand in program.operations[producer].operands)
-
-
-def _entering_stays(problem: Problem, positions: _Positions, spans: _Spans) -> Iterator[Stay]:
-    """Yields what enters loops although no kernel of the program has to write it, such as masks: loops read memory."""
-    program, entered = problem.program, set[tuple[int, int]]()
-    for op_index, operation in enumerate(program.operations):
-        operand = operation.operands[0] if operation.role == "enter" else None
-        if operand is None or operand in problem.fusion.written or (operand, operation.region) in entered:
-            continue
-        home = problem.operand_homes.get((op_index, 0), problem.homes.get(operand))
-        if home is not None:
-            entered.add((operand, operation.region))
-            yield Stay(home, problem.fusion.nbytes(operand), positions[op_index], spans[operation.region][1])
 
 
 def _expansion_stays(problem: Problem, positions: _Positions) -> Iterator[Stay]:

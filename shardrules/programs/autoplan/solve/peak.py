@@ -1,7 +1,7 @@
 """The peak of memory of a plan, as far as it is known before it is compiled."""
 
 import enum
-from typing import final
+from typing import Self, final
 
 import attrs
 
@@ -26,12 +26,17 @@ class Peak:
     """The range of the most bytes that a device uses: the compiler decides where in it."""
 
     at_least: float
+    expected: float
     at_most: float
 
-    @property
-    def middle(self) -> float:
-        """The bytes that are expected."""
-        return (self.at_least + self.at_most) / 2
+    @classmethod
+    def point(cls, nbytes: float) -> Self:
+        """Returns a range without width, as of a plan that was compiled."""
+        return cls(nbytes, nbytes, nbytes)
+
+    def plus(self, nbytes: float) -> "Peak":
+        """Returns the range with more bytes throughout."""
+        return Peak(self.at_least + nbytes, self.expected + nbytes, self.at_most + nbytes)
 
     def fit(self, limit_bytes: float) -> Fit:
         """Returns whether it is within a limit."""

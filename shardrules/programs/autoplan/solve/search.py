@@ -93,10 +93,11 @@ class Task:
 
     def _peak(self, choice: tuple[int, ...]) -> Peak:
         compiler, arguments = self.problem.machine.compiler, self.occupancy.argument_bytes(choice)
-        needed = [each.peak(choice) - arguments for each in (self.occupancy, *self.other_occupancies)]
-        middle = (compiler.least_gaps + compiler.most_gaps) / 2
-        least = max(0.0, compiler.least_gaps / middle * min(needed) - compiler.hidden_bytes)
-        return Peak(arguments + least, arguments + compiler.most_gaps / middle * max(needed))
+        expected = self.occupancy.peak(choice)
+        needed = [nbytes - arguments for nbytes in (expected, *(each.peak(choice) for each in self.other_occupancies))]
+        least = max(0.0, compiler.least_gaps / compiler.middle_gaps * min(needed) - compiler.hidden_bytes)
+        most = compiler.most_gaps / compiler.middle_gaps * max(needed)
+        return Peak(arguments + least, expected, arguments + most)
 
     @functools.cached_property
     def other_occupancies(self) -> tuple[Occupancy, ...]:

@@ -13,7 +13,6 @@ from shardrules.core.text import bytes_text
 from shardrules.programs.autoplan.answer.findings import Remarks, machine_findings, near_the_limit, program_findings
 from shardrules.programs.autoplan.answer.frontier import FrontierPoint
 from shardrules.programs.autoplan.answer.plan import AutoPlan
-from shardrules.programs.autoplan.solve.peak import Peak
 from shardrules.programs.compiling.model_flops import model_matmuls
 from shardrules.programs.training.answer.plan import TrainingPlan
 from shardrules.programs.training.answer.prove import TrainingProof, plans_to_prove
@@ -273,8 +272,7 @@ def _plan_as(search: TrainingSearch, other: TrainingProblem, chosen: Outcome) ->
 def _findings(
     search: TrainingSearch, outcome: Outcome, planned: AutoPlan, proof: TrainingProof | None
 ) -> Iterator[Finding]:
-    limit, more = search.problem.limit_bytes, outcome.paired_bytes
-    peak = Peak(planned.peak.at_least + more, planned.peak.at_most + more)
+    limit, peak = search.problem.limit_bytes, planned.peak.plus(outcome.paired_bytes)
     if proof is not None:
         yield from proof.findings(outcome)
     elif search.best is None:
