@@ -250,7 +250,7 @@ def rules() -> list[Rule]:
         Rule("zeros of one shape are made together", off("autoplan.solve.memory:_zeros", no_dict)),
         Rule("what branches take stays", off("autoplan.solve.memory:_branch_ends", no_dict)),
         Rule("short rows are gathered slowly", off(COST + "ROW_BYTES", 0)),
-        Rule("reductions of apart dims launch more", off("compilers.compiler:GpuCompiler.kernel_count", one)),
+        Rule("reductions of apart dims launch more", off("compilers.compiler:GpuCompiler.splits_reductions", False)),
         Rule("lone collectives pay latency", off("autoplan.graph.edges:EdgeBuilder._is_alone", false)),
         Rule("cumulative sums are kernels", off("compilers.kernels:WHOLE", kernels.WHOLE - CUMULATIVE)),
     ]
@@ -262,11 +262,6 @@ CUMULATIVE = frozenset(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def zero(*_: Any, **__: Any) -> int:
     """Returns 0."""
     return 0
-
-
-def one(*_: Any, **__: Any) -> int:
-    """Returns 1."""
-    return 1
 
 
 def plan_lines(case: Case) -> Iterator[str]:

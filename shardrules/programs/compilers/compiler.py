@@ -14,10 +14,9 @@ from typing import ClassVar, final
 
 import attrs
 
-from shardrules.programs.compilers.kernels import reduced_runs
 from shardrules.programs.compilers.order import early_order, late_order, program_order
 from shardrules.programs.machine.hardware import Hardware
-from shardrules.programs.traced.program import Operation, TracedProgram
+from shardrules.programs.traced.program import TracedProgram
 
 
 @attrs.frozen
@@ -41,10 +40,10 @@ class Compiler(abc.ABC):
     than the first is copied before."""
     moves_summed_dims: ClassVar[bool] = False
     """It puts dims that are summed over last in memory, and may give that order to everything around."""
+    splits_reductions: ClassVar[bool] = False
+    """A kernel reduces dims that are next to each other; of others each run takes one."""
     obeys_limits: ClassVar[bool] = False
     """It takes a limit of memory as an option."""
-
-    hardware: Hardware
 
     @abc.abstractmethod
     def orders(self, program: TracedProgram) -> tuple[tuple[int, ...], ...]:
@@ -55,15 +54,6 @@ class Compiler(abc.ABC):
     def middle_gaps(self) -> float:
         """The memory that intermediate results are expected to take, over the most bytes that are there at once."""
         return (self.least_gaps + self.most_gaps) / 2
-
-    @property
-    def hidden_bytes(self) -> int:
-        """The bytes of intermediate results that may be outside of the memory that counts."""
-        return 0
-
-    def kernel_count(self, operation: Operation) -> int:
-        """Returns the number of kernels that compute an operation which ends a kernel."""
-        return 1
 
 
 @final
@@ -76,14 +66,11 @@ class GpuCompiler(Compiler):
     most_gaps = 1.3
     reads_in_order = True
     moves_summed_dims = True
+    splits_reductions = True
     obeys_limits = True
 
     def orders(self, program: TracedProgram) -> tuple[tuple[int, ...], ...]:
         return program_order(program), early_order(program), late_order(program)
-
-    def kernel_count(self, operation: Operation) -> int:
-        # A kernel reduces dims that are next to each other.
-        return max(1, reduced_runs(operation)) if operation.role == "compute" else 1
 
 
 @final
@@ -100,10 +87,6 @@ class TpuCompiler(Compiler):
     def orders(self, program: TracedProgram) -> tuple[tuple[int, ...], ...]:
         return program_order(program), early_order(program)
 
-    @property
-    def hidden_bytes(self) -> int:
-        return self.hardware.vector_memory_bytes
-
 
 @final
 @attrs.frozen
@@ -119,5 +102,4 @@ class CpuCompiler(Compiler):
 
 def compiler_of(hardware: Hardware) -> Compiler:
     """Returns the compiler for a device: for TPUs where links are a torus, for CPUs and for GPUs."""
-    kind = TpuCompiler if hardware.torus_dims else CpuCompiler if hardware.is_cpu else GpuCompiler
-    return kind(hardware)
+    return TpuCompiler() if hardware.torus_dims else CpuCompiler() if hardware.is_cpu else GpuCompiler()

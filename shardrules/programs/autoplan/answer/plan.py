@@ -40,7 +40,7 @@ from shardrules.programs.autoplan.run.call import Call
 from shardrules.programs.autoplan.run.replay import PlannedFunction
 from shardrules.programs.autoplan.solve.deadline import Deadline
 from shardrules.programs.autoplan.solve.limits import frontier_points, search_within
-from shardrules.programs.autoplan.solve.peak import Fit, Peak
+from shardrules.programs.autoplan.solve.peak import Certainty, Peak
 from shardrules.programs.autoplan.solve.search import SearchResult, Task
 from shardrules.programs.autoplan.solve.solver import LIMIT_TOLERANCE
 from shardrules.programs.compiling.arguments import donated_arguments
@@ -126,7 +126,7 @@ class AutoPlan:
         return "optimal" if is_best and self.is_expected_to_fit and self.result.fits else "feasible"
 
     @property
-    def fits(self) -> Fit:
+    def fits(self) -> Certainty:
         """The certainty that the plan keeps the memory limit: `"certain"`, `"possible"`, or `"no"`, which is false."""
         return self.peak.fit(self.memory_limit)
 

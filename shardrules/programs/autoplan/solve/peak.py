@@ -9,7 +9,7 @@ from shardrules.programs.autoplan.solve.solver import LIMIT_TOLERANCE
 
 
 @final
-class Fit(enum.StrEnum):
+class Certainty(enum.StrEnum):
     """The certainty that a plan fits. Only `"no"` is false."""
 
     CERTAIN = "certain"
@@ -17,7 +17,7 @@ class Fit(enum.StrEnum):
     NO = "no"
 
     def __bool__(self) -> bool:
-        return self is not Fit.NO
+        return self is not Certainty.NO
 
 
 @final
@@ -38,7 +38,13 @@ class Peak:
         """Returns the range with more bytes throughout."""
         return Peak(self.at_least + nbytes, self.expected + nbytes, self.at_most + nbytes)
 
-    def fit(self, limit_bytes: float) -> Fit:
+    def fit(self, limit_bytes: float) -> Certainty:
         """Returns whether it is within a limit."""
         limit = limit_bytes * (1 + LIMIT_TOLERANCE)
-        return Fit.CERTAIN if self.at_most <= limit else Fit.POSSIBLE if self.at_least <= limit else Fit.NO
+        return (
+            Certainty.CERTAIN
+            if self.at_most <= limit
+            else Certainty.POSSIBLE
+            if self.at_least <= limit
+            else Certainty.NO
+        )

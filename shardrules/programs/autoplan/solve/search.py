@@ -92,10 +92,11 @@ class Task:
         return self._peaks[key]
 
     def _peak(self, choice: tuple[int, ...]) -> Peak:
-        compiler, arguments = self.problem.machine.compiler, self.occupancy.argument_bytes(choice)
+        machine, arguments = self.problem.machine, self.occupancy.argument_bytes(choice)
+        compiler, hidden_bytes = machine.compiler, machine.hardware.vector_memory_bytes
         expected = self.occupancy.peak(choice)
         needed = [nbytes - arguments for nbytes in (expected, *(each.peak(choice) for each in self.other_occupancies))]
-        least = max(0.0, compiler.least_gaps / compiler.middle_gaps * min(needed) - compiler.hidden_bytes)
+        least = max(0.0, compiler.least_gaps / compiler.middle_gaps * min(needed) - hidden_bytes)
         most = compiler.most_gaps / compiler.middle_gaps * max(needed)
         return Peak(arguments + least, expected, arguments + most)
 
