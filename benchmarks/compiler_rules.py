@@ -233,7 +233,7 @@ def rules() -> list[Rule]:
         )
 
     COST = "autoplan.graph.compute_cost:"
-    no_norms = classmethod(lambda cls, program, written: norms.NormGradients({}, {}))
+    no_norms = classmethod(lambda cls, program, written, device_count: norms.NormGradients({}, {}))
     return [
         Rule("rows kept on chip share a read", off("compilers.fusion:_join_rows", nothing)),
         Rule("swapped dims are views", off("compilers.kernels:_is_free_transpose", false)),

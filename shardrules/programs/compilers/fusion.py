@@ -49,10 +49,10 @@ class FusedProgram:
     gradients: NormGradients
 
     @classmethod
-    def of(cls, program: TracedProgram) -> "FusedProgram":
-        """Returns what a compiler makes of a program."""
+    def of(cls, program: TracedProgram, device_count: int = 1) -> "FusedProgram":
+        """Returns what a compiler makes of a program that runs on some devices."""
         written = with_series(program, _written(program))
-        gradients = NormGradients.of(program, written)
+        gradients = NormGradients.of(program, written, device_count)
         written |= gradients.siblings.keys()
         sources = _sources(program)
         kernels_of = _kernels_of(program, written)

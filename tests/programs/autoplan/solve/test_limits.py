@@ -177,4 +177,7 @@ def test_plans_that_fit_are_left_for_faster_ones_that_save_memory() -> None:
         cost(attrs.evolve(query, limit_bytes=int(part * free.peak_bytes)).search(NO_DEADLINE).choice)
         for part in (0.98, 0.95, 0.93)
     ]
-    assert cost(free.choice) <= costs[0] <= costs[1] <= costs[2] < 2 * cost(free.choice)
+    same = 1 + 1e-5  # searches end that close to the best
+    assert cost(free.choice) <= costs[0] * same
+    assert costs[0] <= costs[1] * same
+    assert costs[1] <= costs[2] * same < 2 * cost(free.choice)
