@@ -11,7 +11,6 @@ Run it as `python benchmarks/compiler_rules.py`; it compiles nothing.
 
 import argparse
 import contextlib
-import functools
 import importlib
 import itertools
 import math
@@ -23,13 +22,16 @@ from typing import Any, final
 
 import attrs
 import jax
+import numpy as np
 from compiled_plans import MESH, PROGRAMS, SET_ASIDE, TARGETS, CompiledPlan, planning_mesh, read_layouts, read_table
 from plan_models.compiled import Cache, Question
 
 from shardrules.programs.autoplan.graph import machine as graph_machine
 from shardrules.programs.autoplan.graph.machine import Machine
 from shardrules.programs.autoplan.run.call import Call, read_call
+from shardrules.programs.autoplan.solve.peak import Peak
 from shardrules.programs.autoplan.solve.search import Task
+from shardrules.programs.compilers import kernels, norms, order
 from shardrules.programs.traced.program import TracedProgram, read_jaxpr
 
 PROGRAMS_ROOM = "shardrules.programs."
@@ -87,20 +89,18 @@ class Point:
     """What the model says of a compiled plan."""
 
     row: CompiledPlan
-    peak_bytes: float
-    least_bytes: float
-    most_bytes: float
+    peak: Peak
     cost: float
 
     @property
     def is_inside(self) -> bool:
         """Returns whether the compiler's peak is between the two."""
-        return self.least_bytes <= self.row.peak_bytes <= self.most_bytes
+        return self.peak.at_least <= self.row.peak_bytes <= self.peak.at_most
 
     @property
     def ratio(self) -> float:
-        """The predicted peak over the compiler's."""
-        return self.peak_bytes / self.row.peak_bytes
+        """The expected peak over the compiler's peak."""
+        return self.peak.expected / self.row.peak_bytes
 
 
 def read_cases(names: Sequence[str], targets: Sequence[str]) -> list[Case]:
@@ -129,9 +129,7 @@ def points(case: Case) -> list[Point]:
             print(f"{case.name}, {case.target}, {row.plan}: the problem has other layouts", file=sys.stderr)
             continue
         each = task.tight() if row.limit_bytes is not None else task
-        late, written = each.occupancy.peak(choice), each.as_written.peak(choice) / each.occupancy.temporaries
-        peak = each.compiled_peak(choice)
-        result.append(Point(row, peak, min(late, written), max(late, written), task.problem.cost(choice)))
+        result.append(Point(row, each.peak(choice), task.problem.cost(choice)))
     return result
 
 
@@ -164,8 +162,9 @@ def summary(all_points: Sequence[list[Point]], near: float) -> dict[str, float]:
         "spread": math.exp(sum(abs(math.log(point.ratio)) for point in free) / len(free)) - 1,
         "least": min(point.ratio for point in free),
         "most": max(point.ratio for point in free),
+        "safe": sum(point.row.peak_bytes <= point.peak.at_most for point in free) / len(free),
         "inside": sum(point.is_inside for point in free) / len(free),
-        "width": statistics.median(point.most_bytes / point.least_bytes - 1 for point in free),
+        "width": statistics.median(point.peak.at_most / point.peak.at_least - 1 for point in free),
         "time": time_spread(all_points),
         "tau": sum(taus) / len(taus) if taus else math.nan,
         "chosen": math.exp(sum(map(math.log, chosen)) / len(chosen)),
@@ -189,7 +188,7 @@ def line(name: str, halves: Sequence[dict[str, float]]) -> str:
     return f"{name:44}" + "  |".join(cells)
 
 
-COLUMNS = ("near", "spread", "least", "most", "inside", "width", "time", "tau", "chosen", "worst")
+COLUMNS = ("near", "inside", "safe", "width", "spread", "most", "time", "tau", "chosen", "worst")
 
 
 def off(*patches: Any) -> tuple[tuple[str, Any], ...]:
@@ -218,171 +217,67 @@ def false(*_: Any, **__: Any) -> bool:
 
 def zeros_like_layouts(self: Any, op_index: int, *rest: Any) -> Any:
     """Returns no bytes in each layout."""
-    import numpy as np
-
     layouts = next(value for value in rest if isinstance(value, np.ndarray))
     return np.zeros(len(layouts))
 
 
 def rules() -> list[Rule]:
     """All rules."""
-    from shardrules.programs.autoplan.graph import edges as edges_module
-    from shardrules.programs.compilers import norms, order
 
-    def written_whole(name: str, value: Any) -> Any:
-        return name, value
+    def orders(*chosen: Callable[[TracedProgram], tuple[int, ...]]) -> Any:
+        return off(
+            "compilers.compiler:GpuCompiler.orders",
+            lambda self, program: tuple(order(program) for order in chosen),
+            "compilers.compiler:TpuCompiler.orders",
+            lambda self, program: tuple(order(program) for order in chosen),
+        )
 
-    empty_norms = norms.NormGradients({}, {}, {}, {})
+    COST = "autoplan.graph.compute_cost:"
+    no_norms = classmethod(lambda cls, program, written, device_count: norms.NormGradients({}, {}))
     return [
         Rule("rows kept on chip share a read", off("compilers.fusion:_join_rows", nothing)),
-        Rule("an optimizer is one kernel", off("compilers.fusion:_join_optimizer", nothing)),
-        Rule("dots with vectors join elementwise kernels", off("compilers.fusion:_join_dots", nothing)),
-        Rule("transposes are written in a wider dtype", off("compilers.fusion:_widened", no_dict)),
-        Rule("pieces of stacks are updated on the way", off("compilers.fusion:_updated_on_the_way", false)),
-        Rule("copies of what is overwritten", off("compilers.fusion:copy_counts", no_dict)),
         Rule("swapped dims are views", off("compilers.kernels:_is_free_transpose", false)),
-        Rule(
-            "no transposes are views of matmuls",
-            off("compilers.kernels:_is_free_transpose", lambda o: o.name == "transpose"),
-        ),
-        Rule(
-            "short rows are on chip",
-            off(
-                "compilers.kernels:reduced_rows",
-                no_items,
-                "compilers.norms:reduced_rows",
-                no_items,
-                "compilers.fusion:reduced_rows",
-                no_items,
-            ),
-        ),
-        Rule(
-            "rows divided by sums are written",
-            off("compilers.norms:summed_rows", no_dict, "compilers.fusion:summed_rows", no_dict),
-        ),
-        Rule(
-            "shifted rows are written",
-            off("compilers.norms:shifted_rows", no_dict, "compilers.fusion:shifted_rows", no_dict),
-        ),
-        Rule("series are written", off("compilers.norms:_SERIES", frozenset())),
-        Rule("inputs of norms are written", off("compilers.norms:_is_normalised", false)),
-        Rule(
-            "gradients of norms",
-            off("compilers.norms:NormGradients.of", classmethod(lambda cls, program, written: empty_norms)),
-        ),
-        Rule(
-            "all about norms, losses, series",
-            off(
-                "compilers.fusion:with_norms",
-                lambda program, written: (written, {}),
-                "compilers.norms:NormGradients.of",
-                classmethod(lambda cls, program, written: empty_norms),
-                "compilers.fusion:shifted_rows",
-                no_dict,
-                "compilers.fusion:summed_rows",
-                no_dict,
-            ),
-        ),
-        Rule("rows are read and written apart", off("compilers.fusion:FusedProgram.keeps_rows", false)),
-        Rule("matmuls are put off", off("autoplan.solve.search:late_order", order.program_order)),
-        Rule(
-            "matmuls before the last are put off",
-            off(
-                "compilers.order:_Items.put_off",
-                lambda self: (lambda last: (last, last))(self.late(self.waiting(self.matmuls))),
-            ),
-        ),
-        Rule(
-            "chains are ordered apart",
-            off("compilers.order:_Items.chains", lambda self, matmuls: dict.fromkeys(self.heads, 0)),
-        ),
-        Rule("updates run soon", off("compilers.order:_Items.soon", lambda self, ordered: list(ordered))),
-        Rule(
-            "gaps between arrays",
-            off(
-                "autoplan.graph.machine:Assumptions",
-                functools.partial(
-                    graph_machine.Assumptions, temporaries=1.0
-                ),
-            ),
-        ),
-        Rule("late lookups of losses", off("autoplan.solve.memory:_looked_up_dims", no_items)),
-        Rule("chains write over what they read", off("autoplan.solve.memory:_overwritten_source", nothing)),
+        Rule("short rows are on chip", off("compilers.fusion:reduced_rows", no_items)),
+        Rule("values of series are written", off("compilers.fusion:with_series", lambda program, written: written)),
+        Rule("products for gradients of norms are written", off("compilers.norms:NormGradients.of", no_norms)),
+        Rule("order as written", orders(order.early_order, order.late_order)),
+        Rule("early updates", orders(order.program_order, order.late_order)),
+        Rule("late matmuls", orders(order.program_order, order.early_order)),
+        Rule("chains write over what they read", off("autoplan.solve.memory:_overwrites", false)),
         Rule("results are written over arguments", off("autoplan.solve.memory:_overwritten", no_dict)),
         Rule("updates are in place", off("autoplan.solve.memory:_updated", no_dict)),
-        Rule("what enters loops is written", off("autoplan.solve.memory:_entering_stays", no_items)),
         Rule("ragged matmuls copy rows", off("autoplan.solve.memory:_expansion_stays", no_items)),
-        Rule(
-            "stacks are made together",
-            off("autoplan.solve.memory:_stack_key", lambda program, array: (array,)),
-        ),
+        Rule("zeros of one shape are made together", off("autoplan.solve.memory:_zeros", no_dict)),
         Rule("what branches take stays", off("autoplan.solve.memory:_branch_ends", no_dict)),
-        Rule(
-            "all is put off, whatever is sent",
-            off("autoplan.solve.search:Task._compiled_peak", lambda self, choice: self.occupancy.peak(choice)),
-        ),
-        Rule(
-            "nothing is put off",
-            off("autoplan.solve.search:Task._compiled_peak", lambda self, choice: self.as_written.peak(choice)),
-        ),
-        Rule(
-            "half of it is put off",
-            off(
-                "autoplan.solve.search:Task._compiled_peak",
-                lambda self, choice: (self.as_written.peak(choice) + self.occupancy.peak(choice)) / 2,
-            ),
-        ),
-        Rule(
-            "operands of dots are copied",
-            off("autoplan.graph.compute_cost:ComputeCosts._operand_copy_bytes", zeros_like_layouts),
-        ),
-        Rule(
-            "filters are copied", off("autoplan.graph.compute_cost:ComputeCosts._filter_copy_bytes", zeros_like_layouts)
-        ),
-        Rule(
-            "masked copies take time",
-            off("autoplan.graph.compute_cost:ComputeCosts._masked_copy_bytes", zeros_like_layouts),
-        ),
-        Rule(
-            "dots with vectors are reordered",
-            off("autoplan.graph.edges:EdgeBuilder._reordered_bytes", lambda self, array: 0),
-        ),
-        Rule(
-            "matrices are reordered",
-            off(
-                "autoplan.graph.edges:EdgeBuilder._reordering_seconds",
-                lambda self, edge, nbytes: edges_module.np.zeros((1, 1)),
-            ),
-        ),
-        Rule("broadcasts are reordered", off("compilers.broadcasts:Broadcasts.larger_bytes", lambda self, array: 0)),
-        Rule(
-            "stacks are copied to arguments",
-            off(
-                "autoplan.graph.compute_cost:ComputeCosts._copied_stacks",
-                property(lambda self: frozenset()),
-            ),
-        ),
-        Rule(
-            "pieces of stacks are updated (time)",
-            off("autoplan.graph.compute_cost:ComputeCosts._updated_pieces", property(lambda self: {})),
-        ),
-        Rule("short rows are gathered slowly", off("autoplan.graph.compute_cost:ROW_BYTES", 0)),
-        Rule(
-            "reductions of apart dims launch more", off("autoplan.graph.compute_cost:reduced_runs", lambda operation: 1)
-        ),
-        Rule(
-            "lone collectives pay latency",
-            off("autoplan.graph.edges:EdgeBuilder._is_alone", lambda self, reads, array: False),
-        ),
-        Rule(
-            "cumulative sums are kernels",
-            off(
-                "compilers.kernels:WHOLE",
-                importlib.import_module(PROGRAMS_ROOM + "compilers.kernels").WHOLE
-                - {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"},
-            ),
-        ),
+        Rule("short rows are gathered slowly", off(COST + "ROW_BYTES", 0)),
+        Rule("reductions of apart dims launch more", off("compilers.compiler:GpuCompiler.splits_reductions", False)),
+        Rule("lone collectives pay latency", off("autoplan.graph.edges:EdgeBuilder._is_alone", false)),
+        Rule("cumulative sums are kernels", off("compilers.kernels:WHOLE", kernels.WHOLE - CUMULATIVE)),
     ]
+
+
+CUMULATIVE = frozenset(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"))
+
+
+def zero(*_: Any, **__: Any) -> int:
+    """Returns 0."""
+    return 0
+
+
+def plan_lines(case: Case) -> Iterator[str]:
+    """What the model says of each plan of a case: the peak, its range, and the time, over the compiler's."""
+    for point in points(case):
+        row, peak = point.row, point.peak
+        yield (
+            f"{case.name:20}{row.plan[:46]:48}{row.peak_bytes / 1e9:8.2f} GB {point.ratio:6.2f} "
+            f"({peak.at_least / row.peak_bytes:.2f} to {peak.at_most / row.peak_bytes:.2f}) "
+            f"{1e3 * row.seconds:9.2f} ms {point.cost / row.seconds:6.2f}"
+        )
+
+
+def measured(halves: Sequence[Sequence[Case]], near: float) -> list[dict[str, float]]:
+    """Summarizes both halves of the programs."""
+    return [summary([points(case) for case in half], near) for half in halves]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -398,32 +293,22 @@ def main(arguments: list[str] | None = None) -> int:
     for target in options.targets:
         near = 0.15 if target.startswith("cuda") else 0.25
         cases = read_cases(options.programs, [target])
-        seen = [case for case in cases if case.name not in SET_ASIDE]
-        aside = [case for case in cases if case.name in SET_ASIDE]
+        halves = [[case for case in cases if (case.name in SET_ASIDE) == is_aside] for is_aside in (False, True)]
         if options.plans:
-            for case in cases:
-                for point in points(case):
-                    print(
-                        f"{case.name:20}{point.row.plan[:46]:48}{point.row.peak_bytes / 1e9:8.2f} GB {point.ratio:6.2f} "
-                        f"({point.least_bytes / point.row.peak_bytes:.2f} to {point.most_bytes / point.row.peak_bytes:.2f}) "
-                        f"{1e3 * point.row.seconds:9.2f} ms {point.cost / point.row.seconds:6.2f}"
-                    )
+            print(*(text for case in cases for text in plan_lines(case)), sep="\n")
             continue
-        print(f"\n{target}: {len(seen)} programs seen, {len(aside)} set aside")
+        print(f"\n{target}: {len(halves[0])} programs seen, {len(halves[1])} set aside")
         print(f"{'without':44}" + "  |".join(["".join(f"{column:>8}" for column in COLUMNS)] * 2))
 
-        def measure() -> list[dict[str, float]]:
-            return [summary([points(case) for case in half], near) for half in (seen, aside)]
-
-        print(line("(all rules on)", measure()), flush=True)
+        print(line("(all rules on)", measured(halves, near)), flush=True)
         for rule in rules():
             if options.rules and not any(word in rule.name for word in options.rules):
                 continue
             start = time.monotonic()
             try:
                 with rule.off():
-                    halves = measure()
-                print(line(rule.name, halves), f"  {time.monotonic() - start:.0f} s", flush=True)
+                    figures = measured(halves, near)
+                print(line(rule.name, figures), f"  {time.monotonic() - start:.0f} s", flush=True)
             except Exception as error:  # noqa: BLE001
                 print(f"{rule.name:44}{type(error).__name__}: {error!s:.120}", flush=True)
     return 0

@@ -42,7 +42,6 @@ from shardrules.programs.autoplan.answer.plan import AutoPlan, Candidate
 from shardrules.programs.autoplan.answer.prove import prove_plan
 from shardrules.programs.autoplan.graph.machine import Assumptions
 from shardrules.programs.autoplan.query import Query, QueryOptions, check_time_limit, read_query
-from shardrules.programs.autoplan.run.replay import NEAR_RATIO
 from shardrules.programs.autoplan.solve.deadline import Deadline
 from shardrules.programs.autoplan.solve.search import SearchResult
 from shardrules.programs.machine.hardware import Hardware
@@ -155,7 +154,7 @@ def _best_mesh(
             continue
         plan = query.plan(query.search(deadline.share(len(texts) - index)))
         outcomes.append((query, plan))
-        candidates.append(Candidate(text, plan.cost if plan.fits else None, plan.peak_bytes))
+        candidates.append(Candidate(text, plan.cost if plan.is_expected_to_fit else None, plan.peak_bytes))
     if not outcomes:
         assert refusal is not None, "every mesh is searched or refused"
         raise refusal
@@ -171,7 +170,8 @@ def _best_mesh(
 def _rank(outcome: tuple[Query, AutoPlan]) -> tuple[bool, float, str]:
     """Orders outcomes: plans that fit by their cost, then others by what they need."""
     query, plan = outcome
-    return not plan.fits, plan.cost if plan.fits else plan.peak_bytes, mesh_text(query.mesh)
+    fits = plan.is_expected_to_fit
+    return not fits, plan.cost if fits else plan.peak_bytes, mesh_text(query.mesh)
 
 
 def _mesh_texts(count: int) -> list[str]:
@@ -193,12 +193,10 @@ def answer_query(query: Query, result: SearchResult, deadline: Deadline) -> Auto
 
 def _findings(query: Query, plan: AutoPlan, costs: PinCosts) -> Iterator[Finding]:
     if not plan.is_compiled:  # what was compiled has findings already
-        if not plan.fits:
-            yield may_not_fit(query.call, query.limit_bytes, plan.peak_bytes, list(query.pinned), costs)
-        elif plan.result.fits and not plan.result.is_tight and plan.result.peak_bytes > query.limit_bytes:
-            yield near_the_limit(query.limit_bytes, plan.peak_bytes, most_bytes=plan.result.peak_bytes)
-        elif not plan.result.fits or plan.result.is_tight or plan.peak_bytes > NEAR_RATIO * query.limit_bytes:
-            yield near_the_limit(query.limit_bytes, plan.peak_bytes, plan.result.is_tight)
+        if not plan.is_expected_to_fit:
+            yield may_not_fit(query.call, query.limit_bytes, plan.peak, list(query.pinned), costs)
+        elif plan.fits != "certain":
+            yield near_the_limit(query.limit_bytes, plan.peak, plan.result.is_tight)
     if plan.result.is_late:
         yield time_is_up(query.options.time_limit, plan.gap)
     yield from machine_findings(query.mesh, query.options.hardware)

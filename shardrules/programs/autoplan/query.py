@@ -76,7 +76,7 @@ class Query:
         result = search_within(self.task, self.limit_bytes, deadline.earlier(0.2 * self.read_seconds))
         if result.fits or not result.met:
             return result
-        peaks = {trial.choice: self.task.compiled_peak(trial.choice) for trial in result.met}
+        peaks = {trial.choice: self.task.peak(trial.choice).expected for trial in result.met}
         most = 1.01 * min(peaks.values())  # the model of memory cannot tell more
         return self.task.with_choice(result, next(choice for choice, peak in peaks.items() if peak <= most))
 

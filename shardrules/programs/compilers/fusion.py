@@ -13,29 +13,20 @@ the same. This is a model: XLA decides by heuristics, which differ between backe
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Self, final
+from typing import final
 
 import attrs
 
-from shardrules.programs.compilers.copies import copy_counts
 from shardrules.programs.compilers.kernels import (
     IN_PLACE,
     PARTIAL_READS,
     ends_chain,
-    is_matmul,
     is_view,
     reduced_rows,
     takes_whole,
     view_pairs,
 )
-from shardrules.programs.compilers.norms import (
-    NormGradients,
-    is_looked_up,
-    is_updated,
-    shifted_rows,
-    summed_rows,
-    with_norms,
-)
+from shardrules.programs.compilers.norms import NormGradients, with_series
 from shardrules.programs.traced.program import Operation, TracedProgram
 from shardrules.programs.traced.unions import Unions
 
@@ -55,34 +46,19 @@ class FusedProgram:
     read an array, only the first of them counts it."""
     kernels: frozenset[int]
     """The operations at which a kernel ends."""
-    widened: Mapping[int, int]
-    """For transposed arrays that are only used after a conversion to a wider dtype: how many times wider that is. They
-    are written in the wider dtype."""
-    copied: Mapping[int, float]
-    """For each operation that copies its first operand instead of overwriting it: how often it does in one run."""
-    shifted: frozenset[int]
-    """Rows less their maximum that are written because several kernels take them, and others that a kernel normalises
-    on chip. Where rows are split, the maximum comes from other devices, and each kernel computes them again."""
-    columns: Mapping[int, int]
-    """For arrays of norms over several dims what decides whether they are in memory: see `FEW_COLUMNS`."""
     gradients: NormGradients
 
     @classmethod
-    def of(cls, program: TracedProgram, feedback: Mapping[int, int] | None = None) -> "FusedProgram":
-        """Returns what a compiler makes of a program. The arguments that results replace, in `feedback`, are donated;
-        without it, all are."""
-        written, normalised = with_norms(program, _written(program))
-        gradients = NormGradients.of(program, written)
-        written |= gradients.products.keys()
-        on_chip = {**shifted_rows(program), **summed_rows(program, written)}
-        shifted = frozenset(array for array in on_chip if array in written)
+    def of(cls, program: TracedProgram, device_count: int = 1) -> "FusedProgram":
+        """Returns what a compiler makes of a program that runs on some devices."""
+        written = with_series(program, _written(program))
+        gradients = NormGradients.of(program, written, device_count)
+        written |= gradients.siblings.keys()
         sources = _sources(program)
         kernels_of = _kernels_of(program, written)
         joined = Unions[int]()  # kernels that are one, by the operations at which they end
         _join_optimizer(program, kernels_of, sources, joined)
-        rows = frozenset(array for array in written - shifted if not is_updated(program, array))
-        _join_rows(program, kernels_of, sources, rows, joined)
-        _join_dots(program, kernels_of, sources, joined)
+        _join_rows(program, kernels_of, sources, written, joined)
         read_counts: dict[tuple[int, int], int] = {}
         counted: set[tuple[int, int]] = set()
         for op_index, operation in enumerate(program.operations):
@@ -99,18 +75,7 @@ class FusedProgram:
         ending = frozenset(
             joined.root(op_index) for op_index, kernels in enumerate(kernels_of) if kernels == {op_index}
         )
-        copied = copy_counts(program, sources, feedback, IN_PLACE)
-        columns = {**gradients.inputs, **normalised, **gradients.products}
-        widened = _widened(program)
-        return cls(program, written, sources, read_counts, ending, widened, copied, shifted, columns, gradients)
-
-    @property
-    def with_many_columns(self) -> Self:
-        return attrs.evolve(self, written=self.written - (self.columns.keys() - self.gradients.inputs.keys()))
-
-    @property
-    def with_split_rows(self) -> Self:
-        return attrs.evolve(self, written=self.written - self.shifted, shifted=frozenset())
+        return cls(program, written, sources, read_counts, ending, gradients)
 
     def writes(self, op_index: int, result: int) -> bool:
         """An operation writes a result to memory that it does not share with an operand."""
@@ -142,21 +107,6 @@ class FusedProgram:
                 else:
                     chain.append((producer, is_padded))
 
-    def keeps_rows(self, op_index: int, array: int) -> bool:
-        """The kernel of a chain reduces the rows of an array that it takes, to compute from both at once.
-
-        Where elements of the rows are looked up or were updated, the reduction is a kernel of its own.
-        """
-        program, shape = self.program, self.program.arrays[array].shape
-        reductions = [
-            producer
-            for _, reduced, _ in self.taken(op_index)
-            if (producer := program.producers.get(reduced)) is not None
-            and reduced_rows(program.operations[producer]) == shape
-            and any(source == array for _, source, _ in self.taken(producer))
-        ]
-        return bool(reductions) and not is_updated(program, array) and not is_looked_up(program, array)
-
     def read_bytes(self, op_index: int, operand_index: int) -> int:
         operation, arrays = self.program.operations[op_index], self.program.arrays
         operand = operation.operands[operand_index]
@@ -184,18 +134,13 @@ class FusedProgram:
             return min(arrays[result].nbytes, arrays[_update(operation)].nbytes)
         return self.nbytes(result)
 
-    def copied_bytes(self, op_index: int) -> float:
-        """Returns the bytes of its first operand that an operation copies, in one run."""
-        operand = self.program.operations[op_index].operands[0] if op_index in self.copied else None
-        return 0.0 if operand is None else self.copied[op_index] * self.nbytes(operand)
-
     def touches_part(self, op_index: int, operand_index: int) -> bool:
         """An operation reads, or overwrites, only some elements of an operand."""
         name = self.program.operations[op_index].name
         return operand_index == 0 and (name in IN_PLACE or name in PARTIAL_READS)
 
     def nbytes(self, array: int) -> int:
-        return self.program.arrays[array].device_bytes * self.widened.get(array, 1)
+        return self.program.arrays[array].device_bytes
 
 
 def _appends(operation: Operation) -> bool:
@@ -212,30 +157,6 @@ def _update(operation: Operation) -> int:
     return chosen
 
 
-def _updated_on_the_way(program: TracedProgram, array: int) -> bool:
-    """An array is a piece that a loop reads, and only an update takes it: then it is not copied before."""
-    producer, users = program.producers.get(array), program.users.get(array, ())
-    if producer is None or len(users) != 1 or users[0][1] != 0:
-        return False
-    operation = program.operations[producer]
-    return operation.role == "enter" and not is_view(operation) and program.operations[users[0][0]].name in IN_PLACE
-
-
-def _widened(program: TracedProgram) -> dict[int, int]:
-    """For each transposed array that is only used after a conversion to a wider dtype, how many times wider that is."""
-    widened: dict[int, int] = {}
-    for operation in program.operations:
-        if operation.name != "transpose" or is_view(operation):
-            continue
-        users = [program.operations[op_index] for op_index, _ in program.users.get(operation.results[0], ())]
-        if users and all(user.name == "convert_element_type" for user in users):
-            nbytes = program.arrays[operation.results[0]].nbytes
-            widest = max(program.arrays[user.results[0]].nbytes for user in users)
-            if widest > nbytes > 0:
-                widened[operation.results[0]] = widest // nbytes
-    return widened
-
-
 def _written(program: TracedProgram) -> frozenset[int]:
     """The arrays in memory. The walk goes backwards, because an array has to be in memory if a view of it has to be."""
     written: set[int] = {*program.arguments, *program.constants, *program.kept}
@@ -247,9 +168,6 @@ def _written(program: TracedProgram) -> frozenset[int]:
             # What is written into the first operand may be computed on the way.
             whole_operands = operation.operands[:1] if operation.name in IN_PLACE else operation.operands
             written.update(operand for operand in whole_operands if operand is not None)
-            first = operation.operands[0]
-            if operation.name in IN_PLACE and first is not None and _updated_on_the_way(program, first):
-                written.discard(first)
         if ends_chain(operation):
             written.update(operation.results)
     # Views of arrays that turned out to be in memory only later in that walk, as in loops, are in memory too.
@@ -317,22 +235,6 @@ def _join_optimizer(
         for first, second in itertools.pairwise(ends):
             if shapes[first] == shapes[second]:
                 joined.join(first, second)
-
-
-def _join_dots(
-    program: TracedProgram, kernels_of: list[frozenset[int]], sources: Mapping[int, int], joined: Unions[int]
-) -> None:
-    """Joins dots with vectors with the elementwise kernel that writes what they add up, as in a loop over time."""
-    for op_index, operation in enumerate(program.operations):
-        if operation.name != "dot_general" or is_matmul(operation):
-            continue
-        for operand in operation.operands:
-            producer = None if operand is None else program.producers.get(sources.get(operand, operand))
-            if producer is None or kernels_of[producer] != {producer}:
-                continue
-            written_here = program.operations[producer]
-            if written_here.region == operation.region and not ends_chain(written_here):
-                joined.join(producer, op_index)
 
 
 def _join_rows(

@@ -1,17 +1,10 @@
-"""The order in which compilers run a program if it fits in memory that way.
+"""The orders in which a compiler may run a program.
 
-Compilers run matmuls that are needed only at the end, such as the gradients of weights, as late as possible: they
-fill the time while collectives run. The arrays that these matmuls read stay in memory until then.
-
-There are three groups. Last come matmuls whose result no other matmul uses. Just before them come matmuls that only
-those use, such as the gradient of an attention's values: XLA for GPUs usually runs it after the gradient of the scores,
-so that probabilities, scores and the gradients of both are in memory together. Everything else comes first.
-
-Chains of matmuls that do not need each other, such as the gradients of two towers, have these groups each: one chain
-ends with its own gradients of weights before the next begins.
+Operations run as they are written, or what frees memory runs as soon as it can: the update of a parameter right after
+its gradient. To hide collectives, compilers for GPUs also put off matmuls that no other matmul needs, such as the
+gradients of weights, to the end. The arrays that these matmuls read stay in memory until then.
 """
 
-import bisect
 import functools
 import itertools
 from collections.abc import Sequence
@@ -23,43 +16,36 @@ from shardrules.programs.traced.program import TracedProgram
 
 
 def program_order(program: TracedProgram) -> tuple[int, ...]:
+    """For each operation its position as it is written."""
     return tuple(range(len(program.operations)))
 
 
+def early_order(program: TracedProgram) -> tuple[int, ...]:
+    """For each operation its position if what no matmul needs runs as soon as it can."""
+    return _Order(program, puts_off=False).positions()
+
+
 def late_order(program: TracedProgram) -> tuple[int, ...]:
-    """For each operation its position if matmuls that are needed only at the end run late.
+    """The same if matmuls that no other matmul needs run last.
 
     The whole program is ordered like that, and so is the body of each loop. A loop itself counts as one operation.
     """
-    order = _Order(program).of_region(0)
-    positions = [0] * len(order)
-    for position, op_index in enumerate(order):
-        positions[op_index] = position
-    return tuple(positions)
-
-
-def late_matmul_count(program: TracedProgram) -> int:
-    """The number of matmuls that are needed only at the end of the program, or of their round of a loop."""
-    order = _Order(program)
-    count = 0
-    for loop in (0, *order.loops):
-        items = _Items.of(order, loop)
-        last, _ = items.put_off()
-        count += program.regions[loop].run_count * sum(item in last for item in items.matmuls)
-    return count
+    return _Order(program, puts_off=True).positions()
 
 
 def has_many_chains(program: TracedProgram) -> bool:
     """Chains of matmuls, such as the gradients of two towers, end before others begin that do not need them."""
-    items = _Items.of(_Order(program), 0)
-    _, late = items.put_off()
-    return bool(items.breaks([item for item in items.matmuls if item not in late]))
+    items = _Items.of(_Order(program, puts_off=True), 0)
+    last = items.late()
+    matmuls = [item for item in items.matmuls if item not in last]
+    needed = items.waiting(matmuls)
+    return any(end not in needed for end, _ in itertools.pairwise(matmuls))
 
 
 @final
 class _Order:
-    def __init__(self, program: TracedProgram) -> None:
-        self.program = program
+    def __init__(self, program: TracedProgram, *, puts_off: bool) -> None:
+        self.program, self.puts_off = program, puts_off
         loops = dict.fromkeys(
             operation.region for operation in program.operations if operation.role in ("enter", "join", "leave")
         )
@@ -76,11 +62,17 @@ class _Order:
             region = self.program.regions[region].parent
         return region
 
+    def positions(self) -> tuple[int, ...]:
+        order = self.of_region(0)
+        positions = [0] * len(order)
+        for position, op_index in enumerate(order):
+            positions[op_index] = position
+        return tuple(positions)
+
     def of_region(self, loop: int) -> list[int]:
         items = _Items.of(self, loop)
-        last, late = items.put_off()
-        chains = items.chains([item for item in items.matmuls if item not in late])
-        ordered = sorted(items.heads, key=lambda item: (chains[item], (item in late) + (item in last)))
+        last = items.late() if self.puts_off else {}
+        ordered = sorted(items.heads, key=last.__contains__)
         return [op_index for item in items.soon(ordered) for op_index in items.inner(item)]
 
 
@@ -132,11 +124,6 @@ class _Items:
         operations = self.order.program.operations
         return list(dict.fromkeys(item for op_index, item in self.item_of.items() if operations[op_index].flops))
 
-    def put_off(self) -> tuple[dict[int, None], dict[int, None]]:
-        """The items that come last, and all that come late, these among them."""
-        last = self.late(self.waiting(self.matmuls))
-        return last, self.late(self.waiting([item for item in self.matmuls if item not in last]))
-
     def waiting(self, matmuls: Sequence[int]) -> dict[int, None]:
         """The items that any of these matmuls needs, directly or through other items."""
         program, multiplying = self.order.program, frozenset(matmuls)
@@ -154,50 +141,6 @@ class _Items:
                 if is_carried or any(user in multiplying or user in waiting for user in self.users(op_index)):
                     waiting[self.item_of[op_index]] = None
         return waiting
-
-    def breaks(self, matmuls: Sequence[int]) -> list[tuple[int, int]]:
-        """The ends of chains, which none of these matmuls needs, each with the first matmul of the next chain."""
-        needed = self.waiting(matmuls)
-        return [(end, start) for end, start in itertools.pairwise(matmuls) if end not in needed]
-
-    def chains(self, matmuls: Sequence[int]) -> dict[int, int]:
-        """For each item the index of the chain that it belongs to."""
-        breaks, needs = self.breaks(matmuls), self.needs(matmuls)
-        starts = [start for _, start in breaks]
-        multiplying = frozenset(matmuls)
-        # For each item the last of these matmuls that it is computed from.
-        sources: dict[int, int] = {}
-        for op_index in sorted(self.item_of):
-            item = self.item_of[op_index]
-            source = item if item in multiplying else sources.get(item, -1)
-            for user in self.users(op_index):
-                sources[user] = max(sources.get(user, -1), source)
-        chains: dict[int, int] = {}
-        for op_index in sorted(self.item_of, reverse=True):
-            item = self.item_of[op_index]
-            index = bisect.bisect_right(starts, item)
-            # Between the end of a chain and the first matmul of the next may be gradients of weights of both.
-            end, start = breaks[index] if index < len(breaks) else (item, item)
-            is_next = end < item < start and sources.get(item, -1) <= sources.get(start, -1)
-            if item < end and item not in needs:
-                # Beside matmuls that a later chain needs, gradients of weights are put off to the end of that.
-                index = bisect.bisect_right(starts, needs.get(matmuls[bisect.bisect_right(matmuls, item)], item))
-            # What this chain needs, too, such as a mask for both, cannot wait for the next.
-            users = (chains[user] for user in self.users(op_index))
-            chains[item] = min(index + is_next, chains.get(item, index + 1), *users)
-        return chains
-
-    def needs(self, matmuls: Sequence[int]) -> dict[int, int]:
-        """For each item that any of these matmuls needs, the last that does."""
-        multiplying = frozenset(matmuls)
-        needs: dict[int, int] = {}
-        for op_index in sorted(self.item_of, reverse=True):
-            item = self.item_of[op_index]
-            for user in self.users(op_index):
-                last = max(needs.get(user, -1), user if user in multiplying else -1)
-                if last >= 0:
-                    needs[item] = max(needs.get(item, -1), last)
-        return needs
 
     def soon(self, ordered: Sequence[int]) -> list[int]:
         """Moves what no matmul needs, such as the update of a parameter, to right after what it is computed from."""
@@ -246,9 +189,9 @@ class _Items:
         )
         return list(dict.fromkeys(self.item_of[producer] for producer in operations if producer in self.item_of))
 
-    def late(self, waiting: dict[int, None]) -> dict[int, None]:
-        """The matmuls that are not in `waiting`, and what is computed from them."""
-        program = self.order.program
+    def late(self) -> dict[int, None]:
+        """The matmuls that no other needs, and what is computed from them."""
+        program, waiting = self.order.program, self.waiting(self.matmuls)
         late: dict[int, None] = {}
         for op_index in sorted(self.item_of):
             item = self.item_of[op_index]

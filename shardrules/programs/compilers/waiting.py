@@ -7,8 +7,6 @@
 """
 
 import functools
-import math
-from collections.abc import Mapping, Sequence
 from typing import Self, final
 
 import attrs
@@ -31,10 +29,6 @@ class Waiting:
     """The operations whose results a matmul needs, directly or through other operations."""
     matmuls: tuple[int, ...]
     """The operations that multiply, in order."""
-    sources: Mapping[int, int]
-    """The first array that an array is computed from, by the first operand of each operation on the way."""
-    first_uses: Mapping[int, int]
-    """For each parameter the first operation that takes it with what is computed from the batch."""
 
     @classmethod
     def of(cls, program: TracedProgram) -> Self:
@@ -53,34 +47,11 @@ class Waiting:
                 if operation.flops or op_index in before:
                     needed.update(operand for operand in operation.operands if operand is not None)
         matmuls = tuple(op_index for op_index, operation in enumerate(program.operations) if operation.flops)
-        sources: dict[int, int] = {}
-        first_uses: dict[int, int] = {}
-        for op_index, operation in enumerate(program.operations):
-            operands = [operand for operand in operation.operands if operand is not None]
-            if operands:
-                source = sources.get(operands[0], operands[0])
-                sources.update(dict.fromkeys(operation.results, source))
-            if operation.flops or any(operand in behind for operand in operands):
-                for operand in operands:
-                    if operand not in behind:
-                        first_uses.setdefault(sources.get(operand, operand), op_index)
-        return cls(frozenset(behind), frozenset(before), matmuls, sources, first_uses)
+        return cls(frozenset(behind), frozenset(before), matmuls)
 
     def is_between(self, op_index: int, array: int) -> bool:
         """An array that an operation takes or returns is computed from a matmul and needed by another."""
         return array in self.behind and op_index in self.before
-
-    def is_gathered_again(self, op_indices: Sequence[int], array: int) -> bool:
-        """Operations that matmuls need read a parameter anew after its first use.
-
-        The backward pass does so with parameters that the forward pass has not kept.
-        """
-        if array in self.behind:
-            return False
-        first = self.first_uses.get(self.sources.get(array, array), math.inf)
-        return min(op_indices) > first and all(
-            op_index in self.before or op_index in self.matmuls for op_index in op_indices
-        )
 
     def has_time(self, op_index: int, array: int) -> bool:
         """Compilers can send an array that an operation takes or returns while matmuls run."""

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardrules.programs.compilers.order import has_many_chains, late_matmul_count, late_order, program_order
+from shardrules.programs.compilers.order import early_order, has_many_chains, late_order, program_order
 from shardrules.programs.traced.program import TracedProgram, read_jaxpr
 from tests.programs.autoplan.compiled_peaks import chained as loss
 from tests.programs.autoplan.compiled_peaks import towers
@@ -51,12 +51,6 @@ def test_what_goes_round_in_a_loop_is_one_chain() -> None:
     assert matmuls(program, late_order(program)) == [(8, 16)] * 4 + [(16, 16)] * 2
 
 
-def test_matmuls_that_nothing_waits_for_are_counted_as_often_as_they_run() -> None:
-    assert late_matmul_count(read(jax.grad(loss), W, X)) == 3
-    assert late_matmul_count(read(jax.grad(scanned), jnp.ones((5, 16, 16)), X)) == 5
-    assert late_matmul_count(read(loss, W, X)) == 1
-
-
 def test_loops_stay_together_and_are_ordered_inside() -> None:
     program = read(jax.grad(scanned), jnp.stack(W), X)
     positions = late_order(program)
@@ -77,9 +71,25 @@ def test_nothing_runs_before_what_it_takes() -> None:
 
     for fn, args in ((jax.grad(loss), (W, X)), (jax.grad(scanned), (jnp.stack(W), X)), (both, (W, W, X, W[0]))):
         program = read(fn, *args)
-        positions = late_order(program)
-        assert sorted(positions) == list(range(len(program.operations)))
-        for op_index, operation in enumerate(program.operations):
-            for operand in operation.operands if operation.role != "join" else operation.operands[:1]:
-                if operand is not None and operand in program.producers:
-                    assert positions[program.producers[operand]] < positions[op_index]
+        for positions in (early_order(program), late_order(program)):
+            assert sorted(positions) == list(range(len(program.operations)))
+            for op_index, operation in enumerate(program.operations):
+                for operand in operation.operands if operation.role != "join" else operation.operands[:1]:
+                    if operand is not None and operand in program.producers:
+                        assert positions[program.producers[operand]] < positions[op_index]
+
+
+def test_updates_run_right_after_their_gradients() -> None:
+    def step(ws: Any, x: Any) -> Any:
+        return [w - slope for w, slope in zip(ws, jax.grad(loss)(ws, x), strict=True)]
+
+    program = read(step, W, X)
+    updates = [
+        index
+        for index, operation in enumerate(program.operations)
+        if operation.name == "sub" and program.arrays[operation.results[0]].shape == (16, 16)
+    ]
+    gradients = [program.producers[program.operations[index].operands[1] or 0] for index in updates]
+    early, written = early_order(program), program_order(program)
+    assert [early[update] - early[gradient] for update, gradient in zip(updates, gradients, strict=True)] == [1, 1, 1]
+    assert max(written[update] - written[gradient] for update, gradient in zip(updates, gradients, strict=True)) > 1

@@ -53,22 +53,3 @@ def test_what_goes_round_a_loop_is_between_its_matmuls() -> None:
     waiting = Waiting.of(program)
     (matmul,) = waiting.matmuls
     assert waiting.is_between(matmul, program.operations[matmul].operands[0] or 0)
-
-
-def test_parameters_are_gathered_again_for_the_backward_pass() -> None:
-    """It computes from them anew, as with `jax.checkpoint`. A matmul for a metric is no backward pass."""
-
-    def loss(ws: Any, x: Any) -> Any:
-        metric = jnp.sum(x @ ws[2].astype(x.dtype))
-        for w in ws:
-            x = jax.checkpoint(lambda x, w: jnp.tanh(x @ w.astype(x.dtype)))(x, w)
-        return jnp.sum(x), metric
-
-    program = read(jax.grad(loss, has_aux=True), W, X.astype(jnp.bfloat16))
-    waiting = Waiting.of(program)
-    forward_end = max(waiting.first_uses[parameter] for parameter in program.arguments[:2])
-    for parameter in program.arguments[:2]:
-        reads = [index for index, operation in enumerate(program.operations) if parameter in operation.operands]
-        again = [index for index in reads if waiting.is_gathered_again([index], parameter)]
-        assert again == [index for index in reads if index > forward_end]
-        assert again

@@ -14,6 +14,7 @@ from shardrules.core.text import bytes_text
 from shardrules.programs.autoplan.answer.whole import whole_findings
 from shardrules.programs.autoplan.graph.machine import has_sheet
 from shardrules.programs.autoplan.run.call import Call
+from shardrules.programs.autoplan.solve.peak import Peak
 from shardrules.programs.autoplan.solve.proof import AT_REST, MemoryBound
 from shardrules.programs.autoplan.solve.search import Task
 from shardrules.programs.compiling.saved_names import saved_name_findings
@@ -200,10 +201,10 @@ def time_is_up(time_limit: float, gap: float) -> Finding:
     )
 
 
-def may_not_fit(call: Call, limit_bytes: int, peak_bytes: int, pinned: Sequence[int], costs: PinCosts) -> Finding:
+def may_not_fit(call: Call, limit_bytes: int, peak: Peak, pinned: Sequence[int], costs: PinCosts) -> Finding:
     """Returns the finding that no plan was found that fits by the model: whether pins are behind it, and what to do."""
     message = f"no plan was found that fits in {bytes_text(limit_bytes)} by the model; this one is modelled to take "
-    message += bytes_text(peak_bytes)
+    message += f"{bytes_text(peak.at_least)} to {bytes_text(peak.at_most)}"
     remedy = "Pass prove=True to ask the compiler; use more devices, a smaller batch, or jax.checkpoint"
     if pinned and costs.free_seconds is not None:
         # Those that take most memory come first: they are the likely reason.
@@ -220,21 +221,14 @@ def _pins_text(paths: Sequence[str]) -> str:
     return ", ".join(paths[:_SHOWN_PINS]) + more
 
 
-def near_the_limit(
-    limit_bytes: int, peak_bytes: float, is_tight: bool = False, most_bytes: float | None = None
-) -> Finding:
-    """Returns the finding that a plan fits by less than the model is off by, or only if the compiler saves memory.
-
-    `most_bytes` is what it takes where the compiler puts off all matmuls that nothing waits for, if that is too much.
-    """
+def near_the_limit(limit_bytes: int, peak: Peak, is_tight: bool = False) -> Finding:
+    """Returns the finding that a plan is expected to fit, but may not: as far as is known what compilers do."""
     saved = "; it fits where XLA saves memory, for which it hides less of the communication" * is_tight
-    reason = f"which leaves less than the model may be off by{saved}"
-    if most_bytes is not None:
-        reason = f"but {bytes_text(most_bytes)} if the compiler puts off all matmuls that nothing waits for"
     return Finding(
         "note",
         "near-the-limit",
-        f"modelled to take {bytes_text(peak_bytes)} of {bytes_text(limit_bytes)}, {reason}",
+        f"modelled to take {bytes_text(peak.at_least)} to {bytes_text(peak.at_most)} of {bytes_text(limit_bytes)}, as "
+        f"the compiler decides{saved}",
         remedy="Pass prove=True to ask the compiler",
     )
 

@@ -40,6 +40,7 @@ from shardrules.programs.autoplan.run.call import Call
 from shardrules.programs.autoplan.run.replay import PlannedFunction
 from shardrules.programs.autoplan.solve.deadline import Deadline
 from shardrules.programs.autoplan.solve.limits import frontier_points, search_within
+from shardrules.programs.autoplan.solve.peak import Certainty, Peak
 from shardrules.programs.autoplan.solve.search import SearchResult, Task
 from shardrules.programs.autoplan.solve.solver import LIMIT_TOLERANCE
 from shardrules.programs.compiling.arguments import donated_arguments
@@ -122,12 +123,17 @@ class AutoPlan:
         # Chosen by hand: searches end at `CLOSE`, half of this, and functions that cost next to nothing have gaps of
         # rounding only.
         is_best = self.cost - self.bound < 2e-3 * self.cost + 1e-9
-        return "optimal" if is_best and self.fits and self.result.fits else "feasible"
+        return "optimal" if is_best and self.is_expected_to_fit and self.result.fits else "feasible"
 
     @property
-    def fits(self) -> bool:
-        """Returns whether the plan keeps the memory limit: as modelled; with `prove`, as compiled."""
-        return self.peak_bytes <= self.memory_limit * (1 + LIMIT_TOLERANCE)
+    def fits(self) -> Certainty:
+        """The certainty that the plan keeps the memory limit: `"certain"`, `"possible"`, or `"no"`, which is false."""
+        return self.peak.fit(self.memory_limit)
+
+    @property
+    def is_expected_to_fit(self) -> bool:
+        """Returns whether the expected peak keeps the memory limit; with `prove`, whether the compiler's does."""
+        return self.peak.expected <= self.memory_limit * (1 + LIMIT_TOLERANCE)
 
     @functools.cached_property
     def cost(self) -> float:
@@ -196,16 +202,22 @@ class AutoPlan:
         return any(trial.is_chosen for trial in self.compiled)
 
     @functools.cached_property
-    def peak_bytes(self) -> int:
-        """The most memory that a device uses once the plan is compiled, as modelled; with `prove`, as compiled.
+    def peak(self) -> Peak:
+        """The range of the most memory that a device uses once the plan is compiled, as modelled; with `prove`, a
+        point, as compiled.
 
         Arguments that come back as results count as donated. Run without `donate_argnums`, these results come on top.
         """
         for trial in self.compiled:
             if trial.is_chosen:
-                return trial.peak_bytes
+                return Peak.point(trial.peak_bytes)
         task = self.task.tight() if self.result.is_tight else self.task
-        return int(task.compiled_peak(self.choice))
+        return task.peak(self.choice)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that a device is expected to use; with `prove`, as compiled."""
+        return int(self.peak.expected)
 
     @functools.cached_property
     def specs(self) -> tuple[PartitionSpec, ...]:
@@ -392,7 +404,7 @@ class AutoPlan:
         sent = ", ".join(f"{kind} {bytes_text(sent)}" for kind, sent in self.sent_bytes.items() if sent)
         source = " as compiled" if self.is_compiled else ""
         host = f" and {bytes_text(on_host)} of the host" if on_host else ""
-        memory = f"{bytes_text(self.peak_bytes)}{source} of {bytes_text(self.memory_limit)}{host}"
+        memory = f"{self._peak_text()}{source} of {bytes_text(self.memory_limit)}{host}"
         yield f"memory {memory}; on the wire {sent or 'nothing'}"
         if self.price_of_memory:
             percent = self.memory_limit // 100
@@ -401,8 +413,12 @@ class AutoPlan:
         if self.split_dims:
             yield "; ".join(map(str, self.split_dims))
 
+    def _peak_text(self) -> str:
+        least, most = bytes_text(self.peak.at_least), bytes_text(self.peak.at_most)
+        return least if least == most else f"{least} to {most}"
+
     def _status_text(self) -> str:
-        if not self.fits:
+        if not self.is_expected_to_fit:
             return f"{'does' if self.is_compiled else 'may'} not fit"
         if not self.result.fits:  # the search counted more than is compiled, and took what needs least
             return "feasible, the plan with the least memory"

@@ -18,7 +18,7 @@ def whole_findings(problem: Problem, choice: Sequence[int], seconds: float) -> I
     for op_index, operation in enumerate(problem.program.operations):
         if operation.lacks_rule:
             indices.setdefault(kernel_name(operation), []).append(op_index)
-    costs = ComputeCosts(problem.fusion, problem.region_costs.device, {})
+    costs = ComputeCosts(problem.fusion, problem.region_costs.device)
     for name, op_indices in sorted(indices.items()):
         # Equal operations share edges: each counts its own moves.
         moves = [

@@ -10,6 +10,7 @@ Operations come in four forms:
 - *As written*: `shard_map`, whose specs the user wrote.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -53,8 +54,8 @@ def build_problem(
     partial_ops = [op_index for op_index in range(len(program.operations)) if sums.may_add_parts(op_index)]
     clusters = find_clusters(program, partial_ops, tie)
     classes = op_classes(program, paths, tie)
-    fusion = FusedProgram.of(program, feedback)
-    costs = ComputeCosts(fusion, machine, feedback)
+    fusion = FusedProgram.of(program, math.prod(machine.sizes))
+    costs = ComputeCosts(fusion, machine)
     builder = _GraphBuilder(program, machine, costs, RegionCosts(machine), feedback, sums, clusters)
     for position, array in enumerate(program.arguments):
         spec = pinned.get(position)

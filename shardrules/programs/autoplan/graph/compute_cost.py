@@ -18,8 +18,7 @@ from shardrules.programs.autoplan.graph.layouts import shard_counts
 from shardrules.programs.autoplan.graph.machine import Machine
 from shardrules.programs.compilers.fusion import FusedProgram
 from shardrules.programs.compilers.kernels import IN_PLACE, is_matmul, reduced_runs
-from shardrules.programs.compilers.operand_copies import OperandCopies, copied_filter
-from shardrules.programs.compilers.ragged import copied_operands, group_count, group_factor, sums_rows
+from shardrules.programs.compilers.ragged import copied_operands, group_count, group_factor
 from shardrules.programs.compiling.fused_calls import fused_matmul
 from shardrules.programs.costs.attention import attention_seconds, is_attention
 from shardrules.programs.costs.kernels import READS_PER_WRITE
@@ -36,7 +35,6 @@ class ComputeCosts:
 
     fusion: FusedProgram
     machine: Machine
-    feedback: Mapping[int, int]
     _matmuls: dict[Any, np.ndarray] = attrs.field(factory=dict, init=False)
 
     def seconds(
@@ -52,15 +50,11 @@ class ComputeCosts:
             multiplying = self._matmul_seconds(operation, layouts, homes)
             is_memory_bound = seconds >= multiplying
             seconds = np.maximum(seconds, multiplying)
-        copied = self._operand_copy_bytes(op_index, layouts, operand_homes)
-        copied = copied + self._filter_copy_bytes(op_index, node, layouts, operand_homes)
-        copied = copied + self._masked_copy_bytes(op_index, layouts, operand_homes)
-        seconds = seconds + copied * traffic_seconds(1, hardware) + (copied > 0) * hardware.launch_seconds
         # A kernel of each round counts rounds, except on TPUs, which have a core for scalars.
         loop_kernels = 0 if hardware.clock_hertz else 1
         seconds = seconds + self._host_seconds(op_index, node, layouts)
-        # A kernel of a GPU reduces dims that are next to each other.
-        kernels = max(1, reduced_runs(operation)) if self.machine.is_gpu and operation.role == "compute" else 1
+        is_split = self.machine.compiler.splits_reductions and operation.role == "compute"
+        kernels = max(1, reduced_runs(operation)) if is_split else 1
         launches = kernels * (op_index in self.fusion.kernels) + loop_kernels * (op_index in self._loop_heads)
         seconds = (seconds + launches * hardware.launch_seconds) * operation.run_count
         return seconds, seconds * is_memory_bound
@@ -135,47 +129,28 @@ class ComputeCosts:
         read, written = np.zeros(len(layouts)), np.zeros(len(layouts))
         for operand_index in range(len(operation.operands)):
             home, nbytes = operand_homes.get((op_index, operand_index)), fusion.read_bytes(op_index, operand_index)
-            if home is not None and nbytes and op_index not in self._updated_pieces:
+            if home is not None and nbytes:
                 # However a part is looked up, and whatever splits it, each device touches its piece of it.
                 is_part = bool(operation.factors.reduced) and fusion.touches_part(op_index, operand_index)
                 pieces = shard_counts(layouts if is_part else project(layouts, home), machine)
                 read += nbytes * copies.get(operand_index, 1) / pieces
-            copied = fusion.copied_bytes(op_index) if home is not None and operand_index == 0 else 0.0
-            if copied and home is not None:
-                pieces = copied / shard_counts(project(layouts, home), machine)
-                read, written = read + pieces, written + pieces
         for result_index, result in enumerate(operation.results):
-            nbytes = self._updated_pieces.get(op_index, fusion.written_bytes(op_index, result_index))
+            nbytes = fusion.written_bytes(op_index, result_index)
             if not fusion.program.arrays[result].shape or not nbytes:
                 continue
             if operation.role == "leave":
-                # A stack is filled with zeros before the loop, but not by compilers for TPUs. If it is passed again as
-                # the argument that the loop reads, whose memory it cannot take before the end, it is copied there.
-                nbytes *= 1 + (machine.hardware.torus_dims == 0) + 2 * (op_index in self._copied_stacks)
+                nbytes *= 1 + machine.compiler.fills_stacks
             written += nbytes / self._result_counts(operation, node, layouts, result_index)
         return read, written
 
     def _masked_copies(self, operation: Operation, layouts: np.ndarray) -> dict[int, np.ndarray]:
-        if operation.name != "ragged_dot_general" or self.machine.has_ragged_kernels:
+        if operation.name != "ragged_dot_general" or self.machine.compiler.has_ragged_kernels:
             return {}
         factor = group_factor(operation)
         is_split = np.zeros(layouts.shape, bool) if factor is None else layouts == factor
         pieces = np.where(is_split, self.machine.sizes, 1).prod(axis=1)
         copies: np.ndarray = group_count(operation) / pieces
         return dict.fromkeys(copied_operands(operation), copies)
-
-    def _masked_copy_bytes(
-        self, op_index: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
-    ) -> np.ndarray:
-        operation, arrays = self.fusion.program.operations[op_index], self.fusion.program.arrays
-        moved = np.zeros(len(layouts))
-        for operand_index, copies in self._masked_copies(operation, layouts).items():
-            operand, home = operation.operands[operand_index], operand_homes.get((op_index, operand_index))
-            if operand is not None and home is not None:
-                # For sums over rows, the copies that other matmuls of these rows take are transposed.
-                times = 2 * copies if sums_rows(operation) else 1 + copies
-                moved += times * arrays[operand].nbytes / shard_counts(project(layouts, home), self.machine)
-        return moved
 
     def _result_counts(self, operation: Operation, node: int, layouts: np.ndarray, result_index: int) -> np.ndarray:
         """The number of pieces of a result, in each layout."""
@@ -188,74 +163,6 @@ class ComputeCosts:
             )
         return shard_counts(rows, self.machine)
 
-    def _operand_copy_bytes(
-        self, op_index: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
-    ) -> np.ndarray:
-        """The bytes that a device reads and writes to copy operands into the order that a dot takes."""
-        operation, arrays = self.fusion.program.operations[op_index], self.fusion.program.arrays
-        if operation.name != "dot_general" or not self.machine.is_gpu or None in operation.operands:
-            return np.zeros(len(layouts))
-        shapes = [arrays[operand].shape for operand in operation.operands if operand is not None]
-        homes = [operand_homes.get((op_index, operand_index)) for operand_index in range(2)]
-        sizes = [self._local_shapes(shape, layouts, home) for shape, home in zip(shapes, homes, strict=True)]
-        return self._operand_copies.nbytes(op_index, sizes)
-
-    def _filter_copy_bytes(
-        self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
-    ) -> np.ndarray:
-        """The bytes that a device reads and writes to copy a filter, or its gradient, into the order of cuDNN or from
-        it."""
-        program = self.fusion.program
-        operation = program.operations[op_index]
-        filter_index = copied_filter(program, operation) if self.machine.is_gpu else None
-        if filter_index is None:
-            return np.zeros(len(layouts))
-        array = program.arrays[filter_index]
-        if filter_index in operation.results:
-            return 2 * array.nbytes / self._result_counts(operation, node, layouts, 0)
-        sizes = self._local_shapes(array.shape, layouts, operand_homes.get((op_index, 1)))
-        return 2 * array.nbytes / max(1, math.prod(array.shape)) * sizes.prod(axis=1)
-
-    @functools.cached_property
-    def _operand_copies(self) -> OperandCopies:
-        return OperandCopies(self.fusion)
-
-    @functools.cached_property
-    def _updated_pieces(self) -> dict[int, int]:
-        """The bytes written when a loop takes its piece of a stack and updates it: none if the kernels that use the
-        result read the piece and the update, and for a matmul the updated piece, and the piece as it was."""
-        program, fusion = self.fusion.program, self.fusion
-        written: dict[int, int] = {}
-        for op_index, operation in enumerate(program.operations):
-            piece = operation.operands[0] if operation.operands else None
-            producer = None if piece is None else program.producers.get(piece)
-            if operation.name != "dynamic_update_slice" or piece is None or producer is None:
-                continue
-            if program.operations[producer].role == "enter" and piece not in fusion.written:
-                users = [program.operations[user] for user, _ in program.users.get(operation.results[0], ())]
-                if any(is_matmul(user) for user in users):
-                    written[op_index] = 2 * program.arrays[piece].nbytes
-                else:
-                    written[producer] = 0
-        return written
-
-    @functools.cached_property
-    def _copied_stacks(self) -> frozenset[int]:
-        """The stacks that leave a loop which reads the argument that they become in the next call."""
-        program, sources = self.fusion.program, self.fusion.sources
-        read = {
-            (operation.equation_index, sources.get(operand, operand))
-            for operation in program.operations
-            for operand in operation.operands
-            if operation.role == "enter" and operand is not None
-        }
-        arguments = {sources.get(result, result): argument for result, argument in self.feedback.items()}
-        return frozenset(
-            op_index
-            for op_index, operation in enumerate(program.operations)
-            if operation.role == "leave" and (operation.equation_index, arguments.get(operation.results[0])) in read
-        )
-
     def _matmul_seconds(self, operation: Operation, layouts: np.ndarray, homes: Sequence[Home | None]) -> np.ndarray:
         shapes = [
             self.fusion.program.arrays[operand].shape for operand in operation.operands[:2] if operand is not None
@@ -265,7 +172,7 @@ class ComputeCosts:
         if fused is not None and is_attention(fused):
             return attention_seconds(fused, self.machine.hardware) / shard_counts(layouts, self.machine)
         if operation.name != "dot_general" or len(shapes) < 2:
-            flops = operation.flops * (1 if self.machine.has_ragged_kernels else group_count(operation))
+            flops = operation.flops * (1 if self.machine.compiler.has_ragged_kernels else group_count(operation))
             large = flops_seconds(flops, operation.dtype, precision, self.machine.hardware)
             return large / shard_counts(layouts, self.machine)
         numbers = operation.equation.params["dimension_numbers"]

@@ -1,7 +1,6 @@
 """The edges of the graph: arrays on their way from the layout that they have to the layouts that operations need."""
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -9,10 +8,9 @@ import attrs
 import numpy as np
 
 from shardrules.programs.autoplan.graph.home import Home, project
-from shardrules.programs.autoplan.graph.layouts import PARTIAL, Moves, moves, shard_counts
+from shardrules.programs.autoplan.graph.layouts import Moves, moves, shard_counts
 from shardrules.programs.autoplan.graph.machine import Machine
 from shardrules.programs.autoplan.graph.problem import Edge, Node, read_region
-from shardrules.programs.compilers.broadcasts import Broadcasts
 from shardrules.programs.compilers.kernels import is_matmul
 from shardrules.programs.compilers.waiting import Waiting
 from shardrules.programs.costs.memory import traffic_seconds
@@ -25,7 +23,6 @@ class _Timing(NamedTuple):
 
     exposed: float
     is_between: bool
-    is_gathered_again: bool
 
 
 @final
@@ -95,16 +92,10 @@ class EdgeBuilder:
         while operation is not None and operation.role == "compute" and len(operation.operands) == 1:
             (operand,) = operation.operands
             operation = None if operand is None else self._producer(operand)
-        if operation is None or operation.name != "dot_general" or is_matmul(operation) or not self.machine.is_gpu:
+        if operation is None or operation.name != "dot_general" or is_matmul(operation):
             return 0
-        return max(self.program.arrays[operand].nbytes for operand in operation.operands if operand is not None)
-
-    @functools.cached_property
-    def _broadcasts(self) -> Broadcasts:
-        return Broadcasts(self.program)
-
-    def _is_matrix(self, array: int) -> bool:
-        return len(self.program.arrays[array].shape) == 2
+        sizes = (self.program.arrays[operand].nbytes for operand in operation.operands if operand is not None)
+        return max(sizes) if self.machine.compiler.reads_in_order else 0
 
     def _producer(self, array: int) -> Operation | None:
         op_index = self.program.producers.get(array)
@@ -137,7 +128,6 @@ class EdgeBuilder:
         return _Timing(
             exposed=1.0 - self.machine.assumptions.hidden * has_time,
             is_between=any(self._waiting.is_between(op_index, array) for op_index in op_indices),
-            is_gathered_again=self._waiting.is_gathered_again(op_indices, array),
         )
 
     def _is_alone(self, reads: Sequence[tuple[int, int]], array: int) -> bool:
@@ -162,16 +152,12 @@ class EdgeBuilder:
         nbytes = self.program.arrays[array].nbytes
         is_alone = is_alone or timing.is_between or self.program.regions[region].run_count > 1
         read_bytes = self._reordered_bytes(array)
-        # Activations have the order of dims that matmuls leave; parameters and gradients the order of collectives.
-        broadcast_bytes = 0 if timing.is_between or read_bytes else self._broadcasts.larger_bytes(array)
-        key = (start, end, nbytes, count, is_alone, timing, read_bytes, broadcast_bytes)
+        key = (start, end, nbytes, count, is_alone, timing, read_bytes)
         if key not in self._indices_by_key:
             self._indices_by_key[key] = len(self.edges)
             edge = self._edge(start, end, nbytes, count, is_alone, timing)
             if read_bytes:
                 edge = attrs.evolve(edge, relayout_seconds=self._relayout_seconds(edge, read_bytes))
-            elif self.machine.is_gpu and not timing.is_between and (broadcast_bytes or self._is_matrix(array)):
-                edge = attrs.evolve(edge, relayout_seconds=self._reordering_seconds(edge, broadcast_bytes))
             self.edges.append(edge)
         return self._indices_by_key[key]
 
@@ -182,16 +168,6 @@ class EdgeBuilder:
         sends_inner = ((before > 0) & (before != after)).any(axis=2)
         copied = 2 * read_bytes / shard_counts(edge.from_layouts, self.machine)[:, None]
         return np.where(sends_inner, copied * traffic_seconds(1, self.machine.hardware), 0.0)
-
-    def _reordering_seconds(self, edge: Edge, broadcast_bytes: int) -> np.ndarray:
-        """The time to copy what a matrix of parameters or gradients becomes, if a collective along its second dim wants
-        that dim first in memory. Matmuls take both orders, but arguments and results have one. An array that it is
-        broadcast to, or added up from, is computed in the same order, and copied back once at least."""
-        before, after = edge.from_layouts[:, None, :], edge.to_layouts[None, :, :]
-        is_inner = ((before > 0) & (before != after)) | ((before == PARTIAL) & (after > 0))
-        copied = 2 * edge.nbytes / shard_counts(edge.to_layouts, self.machine)[None, :]
-        copied = copied + 2 * broadcast_bytes / math.prod(self.machine.sizes)
-        return np.where(is_inner.any(axis=2), copied * traffic_seconds(1, self.machine.hardware), 0.0)
 
     def _edge(self, start: Home, end: Home, nbytes: int, count: int, is_alone: bool, timing: _Timing) -> Edge:
         # Many layouts of a node are one layout of the array. The tables of moves, which are most of the memory of a

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardrules.core.axes import AnyMesh, mesh_sizes
+from shardrules.programs.compilers.compiler import Compiler, compiler_of
 from shardrules.programs.costs.collective import Group, collective_cost
 from shardrules.programs.machine.hardware import Hardware
 from shardrules.programs.machine.kinds import sheet_name
@@ -31,7 +32,8 @@ class Assumptions:
     **Arguments:**
 
     - `combined_bytes`: compilers combine collectives that send fewer bytes, which then share their fixed costs.
-    - `temporaries`: how much more memory intermediate results take than they have bytes: gaps between them.
+    - `temporaries`: how much more memory intermediate results take than they have bytes: gaps between them. `None` is
+        the middle of what is known of the compiler.
     - `hidden`: the fraction of the time of collectives that compilers hide behind computing, where there is a matmul
         that does not wait for them.
 
@@ -42,9 +44,7 @@ class Assumptions:
 
     # The order of magnitude of XLA's own thresholds. With half as much, more small collectives pay their latency alone.
     combined_bytes: int = 8 * 2**20
-    # What XLA for GPUs needs for the models of the benchmark, over what is in memory at once. With a lower factor plans
-    # fill more of the memory, and some do not fit when they are compiled.
-    temporaries: float = 1.1
+    temporaries: float | None = None
     # XLA for GPUs hides between a quarter and three quarters in the models of the benchmark. Plans do not
     # depend on it: with more, their modelled times are shorter.
     hidden: float = 0.5
@@ -70,6 +70,13 @@ class Machine:
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
     rates: Mapping[str, Rates]
+    compiler: Compiler
+
+    @property
+    def temporaries(self) -> float:
+        """The memory that intermediate results are expected to take, over their bytes."""
+        assumed = self.assumptions.temporaries
+        return self.compiler.middle_gaps if assumed is None else assumed
 
     @classmethod
     def of(cls, mesh: AnyMesh, hardware: Hardware | None = None, assumptions: Assumptions | None = None) -> "Machine":
@@ -80,20 +87,7 @@ class Machine:
         groups = [_device_group(mesh, axes, mask, sheet) for mask in range(1 << len(axes))]
         cubes = [_is_cube(mesh, axes, mask) for mask in range(1 << len(axes))]
         rates = {kind: _collective_rates(kind, groups, cubes, sheet) for kind in COLLECTIVE_KINDS}
-        return cls(mesh, sheet, assumptions, axes, tuple(sizes.values()), rates)
-
-    @property
-    def has_ragged_kernels(self) -> bool:
-        """Compilers for it have a kernel for ragged matmuls, as they have for TPUs, whose links are a torus."""
-        return self.hardware.torus_dims > 0
-
-    @property
-    def is_gpu(self) -> bool:
-        return self.hardware.torus_dims == 0 and not self.hardware.is_cpu
-
-    @property
-    def puts_off(self) -> bool:
-        return self.is_gpu
+        return cls(mesh, sheet, assumptions, axes, tuple(sizes.values()), rates, compiler_of(sheet))
 
 
 def hardware_of(mesh: AnyMesh) -> Hardware:

@@ -64,7 +64,6 @@ class Edge:
     combined_bytes: int  # collectives that send fewer bytes are combined, and share their fixed cost
     exposed: float = 1.0  # the fraction of a move's time that compilers do not hide behind computing
     is_between: bool = False  # the array comes from a matmul, and another waits for it
-    is_gathered_again: bool = False  # the array is a parameter, brought to the backward pass alone
     relayout_seconds: np.ndarray = _NOTHING
     """The time of copies that a move makes the compiler insert before the array is computed: a table like `seconds`."""
 
@@ -114,8 +113,6 @@ class ChosenMove:
     """The bytes that a device sends each time, by kind of collective."""
     is_between: bool
     """It is between two matmuls."""
-    is_gathered_again: bool
-    """It brings a parameter to the backward pass alone."""
 
 
 @final
@@ -219,7 +216,7 @@ class Problem:
             price, count = self.region_price(op_index, choice), self.program.operations[op_index].run_count
             if price.exchange_seconds:
                 seconds, sent = price.exchange_seconds, np.array(price.sent)
-                exchanges.append(ChosenMove(seconds, seconds, count, sent, is_between=False, is_gathered_again=False))
+                exchanges.append(ChosenMove(seconds, seconds, count, sent, is_between=False))
         return exchanges
 
     def highest_cost(self) -> float:
@@ -252,9 +249,7 @@ class Problem:
                 if target not in by_target or seconds > by_target[target].seconds:
                     sent = edge.moves.sent[:, row, column] * edge.nbytes
                     exposed = seconds * edge.exposed
-                    by_target[target] = ChosenMove(
-                        seconds, exposed, count, sent, edge.is_between, edge.is_gathered_again
-                    )
+                    by_target[target] = ChosenMove(seconds, exposed, count, sent, edge.is_between)
             moves += by_target.values()
         return moves
 

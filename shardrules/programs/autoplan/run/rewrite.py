@@ -106,14 +106,15 @@ def _row_major_spec(problem: Problem, choice: Sequence[int], op_index: int) -> P
     program, machine = problem.program, problem.machine
     operation = program.operations[op_index]
     home = problem.operand_homes.get((op_index, 0))
-    if operation.name != "reduce_sum" or not machine.is_gpu or home is None or operation.operands[0] is None:
+    if operation.name != "reduce_sum" or home is None or operation.operands[0] is None:
         return None
     shape, axes = program.arrays[operation.operands[0]].shape, operation.equation.params["axes"]
     layout = problem.layout(home, choice)
     is_even = all(size % dim_shard_count(layout, dim, machine) == 0 for dim, size in enumerate(shape))
     is_leading = tuple(axes) == tuple(range(len(axes))) and math.prod(shape[: len(axes)]) > 1
     is_leading &= sum(size > 1 for size in shape[len(axes) :]) > 1
-    return spec_of(layout, len(shape), machine) if is_leading and is_even else None
+    is_reordered = is_leading and is_even and machine.compiler.moves_summed_dims
+    return spec_of(layout, len(shape), machine) if is_reordered else None
 
 
 def _local_split(problem: Problem, choice: Sequence[int], op_index: int) -> LocalSplit | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.autoplan.solve.search import SearchResult, Task
-from shardrules.programs.autoplan.solve.trials import BETTER, Trial, Trials
+from shardrules.programs.autoplan.solve.trials import Trial, Trials
 
 _SLOW = 1.15
 """A plan that takes this many times its bound, and the time of a plan for which compilers have to save memory, is worse
@@ -27,16 +27,11 @@ def search_within(
 ) -> SearchResult:
     """Finds the best choice that fits; `met` is as `Task.within` takes it."""
     cost, tight = task.problem.cost, task.tight()
-    counted = task.within(limit_bytes, deadline, met)
-    result = _as_compiled(task, counted, limit_bytes)
-    if tight is task:
+    result = task.within(limit_bytes, deadline, met)
+    is_slow = result.fits and result.candidates[0].cost < cost(result.choice) > _SLOW * result.bound
+    if tight is task or (result.fits and not is_slow):
         return result
-    peak = tight.compiled_peak
-    fits = result.fits and peak(result.choice) <= limit_bytes
-    is_slow = result.fits and result.candidates[0].cost < cost(result.choice) > _SLOW * counted.bound
-    if fits and not is_slow:
-        return result
-    saving = next((trial.choice for trial in result.met if peak(trial.choice) <= limit_bytes), None)
+    saving = next((trial.choice for trial in result.met if tight.occupancy.peak(trial.choice) <= limit_bytes), None)
     if saving is None:
         return result
     # The cheapest of what there is. Another search would take seconds.
@@ -44,9 +39,8 @@ def search_within(
     if not deadline.is_over:
         again = tight.within(limit_bytes, deadline, (*result.candidates, *result.patterns))
         seconds = result.seconds + again.seconds
-        again = _as_compiled(tight, again, limit_bytes)
         other = attrs.evolve(_with_room(task, tight, again, limit_bytes) if again.fits else other, seconds=seconds)
-    if fits and cost(result.choice) <= _SLOW * cost(other.choice):
+    if result.fits and cost(result.choice) <= _SLOW * cost(other.choice):
         return attrs.evolve(result, seconds=other.seconds)
     return attrs.evolve(other, is_tight=True)
 
@@ -84,19 +78,6 @@ def frontier_points(task: Task, count: int, deadline: Deadline) -> list[tuple[in
         price = trials.saving if result is None else result.price
         points.append((int(limit), best[0], int(best[1]), price))
     return points
-
-
-def _as_compiled(task: Task, result: SearchResult, limit_bytes: float) -> SearchResult:
-    """Returns the cheapest choice that fits, also where it does only since compilers put off less than they might.
-
-    No search looked for such choices: of what others cost, only the bound for any memory is known.
-    """
-    for trial in result.met:
-        if result.fits and trial.cost >= task.problem.cost(result.choice) * (1 - BETTER):
-            break
-        if task.compiled_peak(trial.choice) <= limit_bytes:
-            return task.with_choice(attrs.evolve(result, fits=True, bound=result.free_bound), trial.choice)
-    return result
 
 
 def _with_room(task: Task, tight: Task, result: SearchResult, limit_bytes: float) -> SearchResult:

@@ -18,7 +18,6 @@ from shardrules.programs.autoplan.graph.problem import Problem, read_region
 from shardrules.programs.autoplan.solve.formulation import MemoryConstraint
 from shardrules.programs.compilers.fusion import FusedProgram
 from shardrules.programs.compilers.kernels import IN_PLACE
-from shardrules.programs.compilers.norms import FEW_COLUMNS
 from shardrules.programs.compilers.ragged import expansions
 from shardrules.programs.traced.program import TracedProgram
 
@@ -42,15 +41,6 @@ class Stay:
     last: int
     is_lasting: bool = False
     """It is an argument."""
-    split_dims: tuple[int, ...] = ()
-    """If there are any, it is only there where one of these dims is split."""
-    whole_dims: tuple[int, ...] = ()
-    """It is only there where none of these dims is split."""
-    is_late: bool = False
-    """It is only there if a loss is looked up late."""
-    columns: int = 0
-    """If there are any, it is only there where a device has few of them, or many. See `FEW_COLUMNS`."""
-    has_many: bool = False
     is_region: bool = False
     """It is the memory of a region while it runs."""
 
@@ -84,10 +74,6 @@ class Occupancy:
     """The bytes that are always there: arguments without a layout to choose, and constants."""
     temporaries: float
     """The memory of intermediate results, over their bytes: `Assumptions.temporaries`, or less where limits bind."""
-    late_lookups: float = 0.5
-    """The part that counts of arrays that are only there if a loss in a loop over microbatches is looked up after its
-    gradient is computed, where both are possible. Of a step that adds up gradients, compiled for H100s, the peak is 3 %
-    too low with 0 and 6 % too high with 1. Six programs without such a loop look it up before."""
 
     @classmethod
     def of(cls, problem: Problem, positions: _Positions) -> "Occupancy":
@@ -101,25 +87,12 @@ class Occupancy:
         fixed = sum(problem.program.arrays[array].device_bytes for array in (*homeless, *problem.program.constants))
         stays = (
             *_argument_stays(problem),
-            *_written_stays(problem, positions, spans, overwritten, updated),
-            *_entering_stays(problem, positions, spans),
+            *_result_stays(problem, positions, spans, last_uses, overwritten, updated),
             *_expansion_stays(problem, positions),
             *_region_stays(problem, positions),
         )
         copies = _copies(problem, positions, spans, last_uses, updated)
-        return cls(problem, stays, copies, fixed, problem.machine.assumptions.temporaries)
-
-    def tight(self) -> "Occupancy":
-        """Returns the occupancy where compilers have to keep a limit.
-
-        They leave smaller gaps, but run the program in the order that they have to: what may be there is there.
-        """
-        # Of six plans that XLA for GPUs compiled to a limit, two had no gaps, two a third of them, one nearly all.
-        return attrs.evolve(self, temporaries=1 + 0.3 * (self.temporaries - 1), late_lookups=1.0)
-
-    def overhead(self, stay: Stay) -> float:
-        """Returns how many times its bytes an array takes: temporaries overlap with what comes next."""
-        return 1.0 if stay.is_lasting else self.temporaries * (self.late_lookups if stay.is_late else 1.0)
+        return cls(problem, stays, copies, fixed, problem.machine.temporaries)
 
     def timeline(self, choice: Sequence[int]) -> np.ndarray:
         """Returns the bytes in memory under a choice, at each operation and at the end."""
@@ -155,13 +128,8 @@ class Occupancy:
         """Returns the bytes that an array takes in each of some layouts."""
         if stay.is_region:
             return np.array(self.problem.nodes[stay.home.node].temporary_bytes) * self.temporaries
-        counts = shard_counts(layouts, self.problem.machine)
-        nbytes = stay.nbytes * self.overhead(stay) / counts
-        if stay.columns:
-            nbytes = np.where((stay.columns / counts > FEW_COLUMNS) == stay.has_many, nbytes, 0.0)
-        if stay.split_dims:
-            nbytes = np.where(np.isin(layouts, stay.split_dims).any(axis=1), nbytes, 0.0)
-        return np.where(np.isin(layouts, stay.whole_dims).any(axis=1), 0.0, nbytes) if stay.whole_dims else nbytes
+        gaps = 1.0 if stay.is_lasting else self.temporaries
+        return stay.nbytes * gaps / shard_counts(layouts, self.problem.machine)
 
     def _copy_spans(self, choice: Sequence[int]) -> list[tuple[tuple[int, int], float]]:
         """Returns the copies under a choice: from the first operation that takes each to the last, and its bytes."""
@@ -282,68 +250,6 @@ def _argument_stays(problem: Problem) -> Iterator[Stay]:
             yield Stay(problem.homes[array], nbytes, 0, len(problem.program.operations), is_lasting=True)
 
 
-def _written_stays(
-    problem: Problem,
-    positions: _Positions,
-    spans: _Spans,
-    overwritten: Mapping[int, int],
-    updated: Mapping[int, int],
-) -> Iterator[Stay]:
-    """Yields what operations write. Where devices have many columns to reduce, norms of groups write other arrays."""
-    fusion = problem.fusion
-    stays = list(_row_stays(problem, positions, spans, overwritten, updated))
-    if not fusion.columns:
-        yield from (stay for _, stay in stays)
-        return
-    apart = attrs.evolve(problem, fusion=fusion.with_many_columns)
-    others = list(_row_stays(apart, positions, spans, overwritten, updated))
-    common = dict.fromkeys(map(_stay_key, stays)).keys() & dict.fromkeys(map(_stay_key, others)).keys()
-    for array, stay in stays:
-        columns, width = fusion.columns.get(array, 0), fusion.gradients.widths.get(array, 1)
-        is_common = _stay_key((array, stay)) in common and width == 1
-        yield stay if is_common else attrs.evolve(stay, nbytes=width * stay.nbytes, columns=columns)
-    for array, stay in others:
-        # What is not an array of the norms counts as where there are few.
-        is_common = _stay_key((array, stay)) in common and fusion.gradients.widths.get(array, 1) == 1
-        if array in fusion.columns and not is_common:
-            yield attrs.evolve(stay, columns=fusion.columns[array], has_many=True)
-
-
-def _row_stays(
-    problem: Problem,
-    positions: _Positions,
-    spans: _Spans,
-    overwritten: Mapping[int, int],
-    updated: Mapping[int, int],
-) -> Iterator[tuple[int, Stay]]:
-    """Yields what operations write. Where rows are split, other kernels write other arrays."""
-    arrays, shifted = problem.program.arrays, problem.fusion.shifted
-    last_uses = _last_uses(problem.fusion, positions, spans)
-    stays = list(_result_stays(problem, positions, spans, last_uses, overwritten, updated))
-    if not shifted:
-        yield from stays
-        return
-    apart = attrs.evolve(problem, fusion=problem.fusion.with_split_rows)
-    split_uses = _last_uses(apart.fusion, positions, spans)
-    split_stays = list(_result_stays(apart, positions, spans, split_uses, overwritten, updated))
-    common = dict.fromkeys(map(_stay_key, stays)).keys() & dict.fromkeys(map(_stay_key, split_stays)).keys()
-    # What has one element for each row is the same in both, or small.
-    rows = [(len(arrays[array].shape), arrays[array].shape[-1]) for array in sorted(shifted)]
-    for array, stay in stays:
-        shape = arrays[array].shape
-        is_rows = _stay_key((array, stay)) not in common and (len(shape), *shape[-1:]) in rows
-        yield array, attrs.evolve(stay, whole_dims=(len(shape) - 1,)) if is_rows else stay
-    for array, stay in split_stays:
-        shape = arrays[array].shape
-        if _stay_key((array, stay)) not in common and (len(shape), *shape[-1:]) in rows:
-            yield array, attrs.evolve(stay, split_dims=(len(shape) - 1,))
-
-
-def _stay_key(array_stay: tuple[int, Stay]) -> tuple[Any, ...]:
-    array, stay = array_stay
-    return array, stay.nbytes, stay.first, stay.last, stay.split_dims, stay.whole_dims, stay.is_late
-
-
 def _result_stays(
     problem: Problem,
     positions: _Positions,
@@ -351,37 +257,31 @@ def _result_stays(
     last_uses: Mapping[int, int],
     overwritten: Mapping[int, int],
     updated: Mapping[int, int],
-) -> Iterator[tuple[int, Stay]]:
+) -> Iterator[Stay]:
     """Yields the arrays that operations write, each from then to the last operation that takes it."""
     program, fusion = problem.program, problem.fusion
-    stacks = _first_stacks(program, spans)
+    zeros = _zeros(program, positions, spans)
     for op_index, operation in enumerate(program.operations):
         here = positions[op_index]
         for result_index, result in enumerate(operation.results):
             home = problem.homes.get(result)
             if home is None or result in problem.feedback:  # written over the argument, which is counted
                 continue
-            nbytes = fusion.nbytes(result)
+            nbytes = fusion.nbytes(result) * fusion.gradients.widths.get(result, 1)
             if operation.role == "return":
-                yield result, Stay(home, nbytes, here + 1, len(program.operations))  # until then the operand is counted
+                yield Stay(home, nbytes, here + 1, len(program.operations))  # until then the operand is counted
                 continue
             if not fusion.writes(op_index, result):
                 continue
             computed_home = problem.produced_homes.get((op_index, result_index))
             if computed_home is not None:  # a sum that is added up into another layout: both are there for a moment
-                yield result, Stay(computed_home, nbytes, here, here)
-            source = _overwritten_source(problem, op_index, result, here, last_uses)
-            first = here + 1 if computed_home is not None or source is not None else here
-            if computed_home is None and source is not None:
-                if operation.run_count > 1 and (dims := _looked_up_dims(problem, source)):
-                    yield result, Stay(home, nbytes, here, here, split_dims=dims, is_late=True)
-                if fusion.keeps_rows(op_index, source):
-                    # A kernel that keeps rows on chip writes to other memory than it reads.
-                    yield result, Stay(home, nbytes, here, here, whole_dims=(len(program.arrays[source].shape) - 1,))
+                yield Stay(computed_home, nbytes, here, here)
+            is_overwriting = _overwrites(problem, op_index, result, here, last_uses)
+            first = here + 1 if computed_home is not None or is_overwriting else here
             if result in fusion.gradients.siblings:
                 first = min(first, positions[fusion.gradients.siblings[result]])
-            if operation.role == "leave":
-                first = stacks[_stack_key(program, result)]
+            if zeros.get((op_index, result_index), here) < here:
+                first = zeros[op_index, result_index]
             elif operation.joins_branches:
                 # All results of branches are there from the end of the last on.
                 branches = [program.branch_of(op_index, operand) for operand in operation.operands]
@@ -396,16 +296,14 @@ def _result_stays(
                 last = last_uses.get(memory, 0) if memory in program.arguments else first
                 if last <= first:
                     continue
-            yield result, Stay(home, nbytes, first, last)
+            yield Stay(home, nbytes, first, last)
 
 
-def _overwritten_source(
-    problem: Problem, op_index: int, result: int, here: int, last_uses: Mapping[int, int]
-) -> int | None:
-    """The array of the same size, which nothing else needs, over which the kernel of a chain writes its result."""
+def _overwrites(problem: Problem, op_index: int, result: int, here: int, last_uses: Mapping[int, int]) -> bool:
+    """The kernel of a chain writes its result over an array of the same size that nothing else needs."""
     program, fusion = problem.program, problem.fusion
     if not fusion.is_elementwise(op_index):
-        return None
+        return False
     for operand, array, is_padded in fusion.taken(op_index):
         if array not in problem.homes:
             continue
@@ -419,49 +317,19 @@ def _overwritten_source(
             and fusion.nbytes(array) == fusion.nbytes(result)
             and program.arrays[array].dtype.itemsize == program.arrays[result].dtype.itemsize
         ):
-            return array
-    return None
+            return True
+    return False
 
 
-def _looked_up_dims(problem: Problem, array: int) -> tuple[int, ...]:
-    """The dims of an array in a loop along which a loss looks up what nothing but its value is computed from.
-
-    Where such a dim is split, a collective completes the value. Compilers put both off to the end of a round, so that
-    the array is still there when its gradient is computed, which then cannot be written over it.
-    """
-    program, fusion = problem.program, problem.fusion
-    dims: dict[int, None] = {}
-    chain, visited = [array], set[int]()
-    while chain:
-        link = chain.pop()
-        for reader, operand_index in program.users.get(link, ()) if link not in visited else ():
-            operation = program.operations[reader]
-            factors = operation.factors
-            if operation.name == "gather" and operand_index == 0:
-                dims.update((dim, None) for dim, name in enumerate(factors.operands[0]) if name in factors.reduced)
-            elif not any(fusion.writes(reader, result) for result in operation.results):
-                shape = program.arrays[link].shape  # in the same order of dims
-                chain += [result for result in operation.results if program.arrays[result].shape == shape]
-        visited.add(link)
-    return tuple(dims)
-
-
-def _entering_stays(problem: Problem, positions: _Positions, spans: _Spans) -> Iterator[Stay]:
-    """Yields what enters loops although no kernel of the program has to write it, such as masks: loops read memory."""
-    program, entered = problem.program, set[tuple[int, int]]()
-    for op_index, operation in enumerate(program.operations):
-        operand = operation.operands[0] if operation.role == "enter" else None
-        if operand is None or operand in problem.fusion.written or (operand, operation.region) in entered:
-            continue
-        home = problem.operand_homes.get((op_index, 0), problem.homes.get(operand))
-        if home is not None:
-            entered.add((operand, operation.region))
-            yield Stay(home, problem.fusion.nbytes(operand), positions[op_index], spans[operation.region][1])
+def _is_constant(program: TracedProgram, array: int | None) -> bool:
+    """An array is computed from nothing, such as zeros."""
+    producer = None if array is None else program.producers.get(array)
+    return producer is not None and all(operand is None for operand in program.operations[producer].operands)
 
 
 def _expansion_stays(problem: Problem, positions: _Positions) -> Iterator[Stay]:
     """Yields the masked copies of ragged matmuls."""
-    if problem.machine.has_ragged_kernels:
+    if problem.machine.compiler.has_ragged_kernels:
         return
     program = problem.program
     for expansion in expansions(program):
@@ -482,19 +350,25 @@ def _region_stays(problem: Problem, positions: _Positions) -> Iterator[Stay]:
             yield Stay(Home(node, ()), 0, positions[op_index], positions[op_index], is_region=True)
 
 
-def _stack_key(program: TracedProgram, array: int) -> tuple[Any, ...]:
-    return program.arrays[array].shape, program.arrays[array].dtype
+def _zeros(program: TracedProgram, positions: _Positions, spans: _Spans) -> dict[tuple[int, int], int]:
+    """Returns when the memory is filled with zeros that loops stack their results in, or that updates begin with.
 
-
-def _first_stacks(program: TracedProgram, spans: _Spans) -> dict[tuple[Any, ...], int]:
-    """Returns the times at which stacked results are allocated: all of one shape by one kernel, before the first of
-    their loops."""
+    One kernel fills all of a shape in a region, before the first of them is needed.
+    """
     firsts: dict[tuple[Any, ...], int] = {}
-    for operation in program.operations:
-        if operation.role == "leave":
-            key, first = _stack_key(program, operation.results[0]), spans[operation.region][0]
-            firsts[key] = min(firsts.get(key, first), first)
-    return firsts
+    keys: dict[tuple[int, int], tuple[Any, ...]] = {}
+    for op_index, operation in enumerate(program.operations):
+        is_filled = operation.name in IN_PLACE and _is_constant(program, operation.operands[0])
+        if not is_filled and operation.role != "leave":
+            continue
+        region = operation.region if is_filled else program.regions[operation.region].parent
+        here = positions[op_index] if is_filled else spans[operation.region][0]
+        for result_index, result in enumerate(operation.results):
+            array = program.arrays[result]
+            times = program.regions[region].run_count if region >= 0 else 1
+            key = keys[op_index, result_index] = (times, array.shape, array.dtype)
+            firsts[key] = min(firsts.get(key, here), here)
+    return {result: firsts[key] for result, key in keys.items()}
 
 
 def _overwritten(problem: Problem) -> dict[int, int]:

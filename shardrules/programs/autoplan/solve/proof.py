@@ -18,6 +18,7 @@ from shardrules.core.source import equation_line, short_line
 from shardrules.core.spec import array_bytes, shard_bytes
 from shardrules.core.tree import array_kind
 from shardrules.mesh.divisors import prime_factors
+from shardrules.programs.compilers.compiler import compiler_of
 from shardrules.programs.machine.hardware import Hardware
 from shardrules.programs.traced.factors.table import is_elementwise
 from shardrules.programs.traced.program import Operation, TracedProgram
@@ -65,7 +66,7 @@ def memory_bound(
 
     `paths` are the names of its arguments, `pinned` maps their indices to specs.
     """
-    narrows = hardware.torus_dims > 0
+    narrows = compiler_of(hardware).narrows
     splits, arguments = _Splits.of(program, sizes, narrows), _arguments(program, sizes, paths, pinned)
     bounds = [rest_bound(program, sizes, paths, pinned)]
     for region in _loops(program):

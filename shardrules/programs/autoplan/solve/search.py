@@ -24,11 +24,11 @@ from shardrules.programs.autoplan.solve.formulation import MICRO, Formulation
 from shardrules.programs.autoplan.solve.memory import Occupancy, peaks
 from shardrules.programs.autoplan.solve.messages import Messages
 from shardrules.programs.autoplan.solve.patterns import patterns
+from shardrules.programs.autoplan.solve.peak import Peak
 from shardrules.programs.autoplan.solve.price import APART, CLOSER, Budget, within_budget
 from shardrules.programs.autoplan.solve.region_memory import with_temporary_bytes
 from shardrules.programs.autoplan.solve.solver import CLOSE, Work, fractions, least_memory, solve
 from shardrules.programs.autoplan.solve.trials import Trial, Trials
-from shardrules.programs.compilers.order import late_matmul_count, late_order, program_order
 from shardrules.programs.traced.program import TracedProgram
 
 _ROUNDS = 12
@@ -64,19 +64,6 @@ _PARTS = (0.5, 0.25, 0.1, 0.03, 0.01, 0.001, 1e-5)
 """Of the gap, how much more than the bound a layout may cost at least to be searched exactly: the largest part that
 leaves few enough variables counts. With all of the gap, the search is a proof."""
 
-_PUT_OFF_BUSY, _BUSY, _MANY = 0.55, 1 / 8, 2
-"""If collectives between matmuls take more than `_BUSY` of the time of computing, or there are more than `_MANY` for
-each matmul that nothing waits for, they use up some of these: compilers then take that part of the memory that it would
-take to put off all of them, and less the more collectives there are (with the ratio itself, not its square, peaks of
-nets with BatchNorm are a tenth too high). XLA for GPUs takes a sixth to three quarters in the models of the benchmark;
-with less, some predictions are too low."""
-
-_PUT_OFF_AGAIN, _FEW = 0.2, 0.1
-"""The least part of that memory that is taken if parameters are gathered again for the backward pass, and there are at
-most `_FEW` collectives between matmuls for each matmul that could be put off: compilers hide the gathers of a layer
-behind the gradients of its own weights, and put off few. Of six fully sharded steps compiled for H100s, two take none
-of it, the others a tenth to a third."""
-
 
 @final
 @attrs.define(eq=False)
@@ -85,57 +72,46 @@ class Task:
 
     problem: Problem
     occupancy: Occupancy
-    written: "_Written"
-    """Facts for any layouts and any compiler, computed once for all tasks of a program."""
-    _compiled_peaks: dict[tuple[int, ...], float] = attrs.field(factory=dict, init=False)
+    others: "_Others"
+    """The contents of memory in the other orders, computed once for all tasks of a program."""
+    _peaks: dict[tuple[int, ...], Peak] = attrs.field(factory=dict, init=False)
     """The known peaks, by choice."""
 
     @functools.cached_property
     def formulation(self) -> Formulation:
         return Formulation(self.problem, layout_preference(self.problem))
 
-    def compiled_peak(self, choice: Sequence[int]) -> float:
-        """Returns the most memory that a choice is compiled to use.
+    def peak(self, choice: Sequence[int]) -> Peak:
+        """Returns the range of the most memory that a choice uses once it is compiled.
 
-        A choice fits if it does where everything is put off that compilers for its machine put off. Where collectives
-        between matmuls need something to hide behind, they put off less, and so where parameters are gathered again.
+        The orders that the compiler may choose from bound it, and what is known of the gaps that it leaves.
         """
         key = tuple(choice)
-        if key not in self._compiled_peaks:
-            self._compiled_peaks[key] = self._compiled_peak(key)
-        return self._compiled_peaks[key]
+        if key not in self._peaks:
+            self._peaks[key] = self._peak(key)
+        return self._peaks[key]
 
-    def _compiled_peak(self, choice: tuple[int, ...]) -> float:
-        peak = self.occupancy.peak(choice)
-        if not self.problem.machine.puts_off:
-            return peak
-        late_count = self.written.late_matmul_count
-        moves = self.problem.chosen_moves(choice)
-        computing = self.problem.cost(choice) - sum(move.seconds * move.count for move in moves)
-        between = [move for move in moves if move.is_between]
-        count = sum(move.count for move in between)
-        many = _MANY * late_count
-        left = 1.0
-        if count > many or sum(move.seconds * move.count for move in between) > _BUSY * computing:
-            left = _PUT_OFF_BUSY * min(1.0, many / max(count, 1)) ** 2
-        elif late_count and count <= _FEW * late_count:
-            again = sum(move.count for move in moves if move.is_gathered_again and move.sent.any())
-            left = max(_PUT_OFF_AGAIN, 1 - again / late_count)
-        # Two orders bound the peak: `occupancy` puts everything off, `as_written` nothing.
-        least = self.as_written.peak(choice) if left < 1 else peak
-        return least + left * (peak - least) if least < peak else peak
+    def _peak(self, choice: tuple[int, ...]) -> Peak:
+        machine, arguments = self.problem.machine, self.occupancy.argument_bytes(choice)
+        compiler, hidden_bytes = machine.compiler, machine.hardware.vector_memory_bytes
+        expected = self.occupancy.peak(choice)
+        needed = [nbytes - arguments for nbytes in (expected, *(each.peak(choice) for each in self.other_occupancies))]
+        least = max(0.0, compiler.least_gaps / compiler.middle_gaps * min(needed) - hidden_bytes)
+        most = compiler.most_gaps / compiler.middle_gaps * max(needed)
+        return Peak(arguments + least, expected, arguments + most)
 
     @functools.cached_property
-    def as_written(self) -> Occupancy:
-        """The contents of memory if nothing is put off."""
-        occupancy = self.written.occupancy
-        return attrs.evolve(self.occupancy, stays=occupancy.stays, copies=occupancy.copies)
+    def other_occupancies(self) -> tuple[Occupancy, ...]:
+        return tuple(
+            attrs.evolve(self.occupancy, stays=each.stays, copies=each.copies) for each in self.others.occupancies
+        )
 
     def tight(self) -> "Task":
-        """Returns the task of a compiler that has to keep a limit; the same one if it would do nothing else then."""
-        if not self.problem.machine.puts_off:
+        """Returns the task of a compiler that has to keep a limit, and leaves no gaps; the same one if it cannot."""
+        if not self.problem.machine.compiler.obeys_limits:
             return self
-        return attrs.evolve(self, occupancy=self.occupancy.tight())
+        occupancy = attrs.evolve(self.occupancy, temporaries=min(1.0, self.occupancy.temporaries))
+        return attrs.evolve(self, occupancy=occupancy)
 
     @classmethod
     def of(
@@ -158,10 +134,8 @@ class Task:
             if result is not None and result_index in feedback
         }
         problem = with_temporary_bytes(build_problem(program, machine, paths, feedback_arrays, pinned, tie))
-        # Compilers for GPUs put off the matmuls that nothing waits for, to have something to hide collectives behind. A
-        # memory limit hardly keeps them from it.
-        order = late_order if machine.puts_off else program_order
-        return cls(problem, Occupancy.of(problem, order(program)), _Written(problem))
+        *others, likeliest = machine.compiler.orders(program)
+        return cls(problem, Occupancy.of(problem, likeliest), _Others(problem, tuple(others)))
 
     def with_choice(self, result: "SearchResult", choice: tuple[int, ...]) -> "SearchResult":
         price = result.price if choice == result.choice else 0.0
@@ -491,18 +465,15 @@ class Search:
 
 @final
 @attrs.frozen(eq=False)
-class _Written:
-    """A program in the order in which it is written."""
+class _Others:
+    """Orders in which a program may run, beside the likeliest."""
 
     problem: Problem
+    orders: tuple[tuple[int, ...], ...]
 
     @functools.cached_property
-    def occupancy(self) -> Occupancy:
-        return Occupancy.of(self.problem, program_order(self.problem.program))
-
-    @functools.cached_property
-    def late_matmul_count(self) -> int:
-        return late_matmul_count(self.problem.program)
+    def occupancies(self) -> tuple[Occupancy, ...]:
+        return tuple(Occupancy.of(self.problem, order) for order in self.orders)
 
 
 @final
@@ -518,7 +489,7 @@ class SearchResult:
     bound: float
     """The least cost of every choice that fits."""
     fits: bool
-    """`choice` fits. Its peak may be above the limit where compilers put off less than they might."""
+    """`choice` is expected to fit."""
     candidates: tuple[Trial, ...]
     """The distinct choices that are worth compiling, the cheapest first: on the front of time and memory."""
     patterns: tuple[Trial, ...] = ()

@@ -13,7 +13,6 @@ from shardrules.core.text import bytes_text
 from shardrules.programs.autoplan.answer.findings import Remarks, machine_findings, near_the_limit, program_findings
 from shardrules.programs.autoplan.answer.frontier import FrontierPoint
 from shardrules.programs.autoplan.answer.plan import AutoPlan
-from shardrules.programs.autoplan.run.replay import NEAR_RATIO
 from shardrules.programs.compiling.model_flops import model_matmuls
 from shardrules.programs.training.answer.plan import TrainingPlan
 from shardrules.programs.training.answer.prove import TrainingProof, plans_to_prove
@@ -273,7 +272,7 @@ def _plan_as(search: TrainingSearch, other: TrainingProblem, chosen: Outcome) ->
 def _findings(
     search: TrainingSearch, outcome: Outcome, planned: AutoPlan, proof: TrainingProof | None
 ) -> Iterator[Finding]:
-    limit = search.problem.limit_bytes
+    limit, peak = search.problem.limit_bytes, planned.peak.plus(outcome.paired_bytes)
     if proof is not None:
         yield from proof.findings(outcome)
     elif search.best is None:
@@ -281,11 +280,11 @@ def _findings(
             "warning",
             "may-not-fit",
             f"no plan was found that fits in {bytes_text(limit)} by the model; this one is modelled to take "
-            f"{bytes_text(outcome.peak_bytes)}",
+            f"{bytes_text(peak.at_least)} to {bytes_text(peak.at_most)}",
             remedy="Pass prove=3 to ask the compiler; use more devices, or a smaller batch",
         )
-    elif outcome.peak_bytes > NEAR_RATIO * limit:
-        yield attrs.evolve(near_the_limit(limit, outcome.peak_bytes), remedy="Pass prove=3 to ask the compiler")
+    elif peak.fit(limit) != "certain":
+        yield attrs.evolve(near_the_limit(limit, peak), remedy="Pass prove=3 to ask the compiler")
     if search.is_late or search.is_cut:
         yield Finding(
             "warning",

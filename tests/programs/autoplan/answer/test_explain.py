@@ -44,7 +44,7 @@ def test_a_plan_prints_what_matters(planned: sr.reports.AutoPlan) -> None:
     text = str(planned)
     assert re.match(r"step on data:4,model:2: [\d.e-]+ ms a call \(compute [\d.e-]+, communication [\d.e-]+\), ", text)
     assert "optimal, found in" in text
-    assert re.search(r"^memory [\d.]+ \w+ of 71.2 GiB; on the wire ", text, re.MULTILINE)
+    assert re.search(r"^memory [\d.]+ \w+ to [\d.]+ \w+ of 71.2 GiB; on the wire ", text, re.MULTILINE)
     for path in ("w/down", "w/up", "x"):
         assert re.search(rf"^{path} +float32\[", text, re.MULTILINE)
     assert all(line == line.rstrip() for line in text.splitlines())

@@ -74,8 +74,8 @@ def test_the_fastest_plan_is_kept_where_it_fits_once_compiled() -> None:
     peak += usage.temp_size_in_bytes
     # By this model the plan takes more than the limit, which it keeps once it is compiled.
     pessimistic = sr.Assumptions(temporaries=1.15)
-    assert plan_of(1.01 * peak, assumptions=pessimistic).choice != free.choice
-    plan = plan_of(1.01 * peak, assumptions=pessimistic, prove=True)
+    assert plan_of(1.05 * peak, assumptions=pessimistic).choice != free.choice
+    plan = plan_of(1.05 * peak, assumptions=pessimistic, prove=True)
     fitting, trial = plan.compiled
     assert plan.choice == free.choice
     assert fitting.predicted_bytes <= plan.memory_limit
@@ -97,7 +97,7 @@ def test_what_is_compiled_corrects_the_model(monkeypatch: pytest.MonkeyPatch) ->
     assert not first.is_chosen
     (index,) = [index for index, trial in enumerate(others, 2) if trial.is_chosen]
     assert plan.cost > free.cost
-    assert plan.task.occupancy.temporaries > 1.2 * sr.Assumptions().temporaries
+    assert plan.task.occupancy.temporaries > 1.1 * plan.task.problem.machine.temporaries
     text = str(plan)
     assert f"{index} (chosen, fits)" in text
     assert plan.peak_bytes == plan.compiled[index - 1].peak_bytes
@@ -188,7 +188,7 @@ def test_without_time_for_a_second_the_plan_without_proof_is_kept(monkeypatch: p
 
 
 def test_what_compilers_fail_at_is_returned_unless_something_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = 0.9 * plan_of().peak_bytes
+    limit = 0.98 * plan_of().peak_bytes
     answers = iter([CompileError("the compiler fails: INTERNAL"), 2 * limit])
     compile_plans(monkeypatch, lambda: next(answers, 3 * limit))
     plan = plan_of(limit, prove=True)

@@ -1,8 +1,9 @@
 """The costs of operations beside their matmuls: kinds of access to memory, and copies that compilers add."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,14 +27,12 @@ def costs(
     fn: Callable[..., Any],
     *shapes: tuple[int, ...],
     hardware: sr.Hardware = H100,
-    feedback: Mapping[int, int] | None = None,
 ) -> dict[str, float]:
     """The seconds of operations on one device, by name or role, without launches."""
     program = read_jaxpr(jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]))
     fusion = FusedProgram.of(program)
-    arguments = {program.results[result]: program.arguments[argument] for result, argument in (feedback or {}).items()}
     machine = Machine.of(sr.mesh_shape("x:1"), hardware)
-    model = ComputeCosts(fusion, machine, {result: key for result, key in arguments.items() if result is not None})
+    model = ComputeCosts(fusion, machine)
     seconds: dict[str, float] = {}
     whole = np.zeros((1, 0), np.int8)
     homes = _Anywhere()
@@ -67,32 +66,16 @@ def test_short_rows_are_gathered_slowly() -> None:
     assert scatter > 4 * BIG / GATHER * 0.99
 
 
-def test_stacks_are_filled_first_and_copied_to_what_the_loop_reads() -> None:
-    """A cache that goes in and out of a loop over layers: the loop still reads it while it writes the next."""
-
+def test_stacks_are_filled_first() -> None:
     def step(x: jax.Array, cache: jax.Array) -> Any:
         return jax.lax.scan(lambda x, layer: (x + 1, layer * x), x, cache)
 
-    shapes = (128,), (8, 2**20, 128)
-    alone, fed_back = costs(step, *shapes)["leave"], costs(step, *shapes, feedback={1: 1})["leave"]
-    stack_bytes = 2 * 8 * 2**20 * 128
-    assert alone == pytest.approx(2 * stack_bytes / COPY, rel=0.01)
-    assert fed_back - alone == pytest.approx(2 * stack_bytes / COPY, rel=0.01)
-
-
-def test_dots_on_gpus_pay_for_copies_of_their_operands() -> None:
-    shapes = (4, 16, 4, 64), (4, 8192, 16, 64)
-
-    def score(q: Any, k: Any) -> Any:
-        return jnp.einsum("bgrd,btgd->bgrt", q, k)
-
-    def ready(q: Any, k: Any) -> Any:
-        return jnp.einsum("bgrd,bgtd->bgrt", q, k.reshape(4, 16, 8192, 64))
-
-    copy_seconds = 2 * 2 * 4 * 8192 * 16 * 64 / COPY + H100.launch_seconds
-    assert costs(score, *shapes)["dot_general"] - costs(ready, *shapes)["dot_general"] == pytest.approx(copy_seconds)
-    on_tpu = [costs(fn, *shapes, hardware=V5E)["dot_general"] for fn in (score, ready)]
-    assert on_tpu[0] == on_tpu[1]
+    shapes, stack_bytes = ((128,), (8, 2**20, 128)), 2 * 8 * 2**20 * 128
+    assert costs(step, *shapes)["leave"] == pytest.approx(2 * stack_bytes / COPY, rel=0.01)
+    # TPUs need not fill them.
+    assert costs(step, *shapes, hardware=attrs.evolve(H100, torus_dims=2))["leave"] == pytest.approx(
+        stack_bytes / COPY, rel=0.01
+    )
 
 
 def test_reductions_of_dims_apart_are_two_kernels_on_gpus() -> None:
@@ -108,39 +91,14 @@ def test_reductions_of_dims_apart_are_two_kernels_on_gpus() -> None:
     assert on_tpu[1] < on_tpu[0]
 
 
-def test_convolutions_on_gpus_pay_for_copies_of_filters_into_cudnns_order() -> None:
-    def seconds(order: str, shape: tuple[int, ...], *, hardware: sr.Hardware = H100, gradient: bool = False) -> float:
-        def convolve(x: Any, kernel: Any) -> Any:
-            return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", order, "NHWC"))
-
-        def of_kernel(x: Any, kernel: Any) -> Any:
-            return jax.vjp(lambda kernel: convolve(x, kernel), kernel)[1](x)
-
-        fn = of_kernel if gradient else convolve
-        return costs(fn, (8, 16, 16, 1024), shape, hardware=hardware)["conv_general_dilated"]
-
-    mine, cudnns = ("HWIO", (3, 3, 1024, 1024)), ("OHWI", (1024, 3, 3, 1024))
-    copy_seconds = 2 * 2 * 9 * 1024**2 / COPY + H100.launch_seconds
-    for gradient in (False, True):
-        difference = seconds(*mine, gradient=gradient) - seconds(*cudnns, gradient=gradient)
-        assert difference == pytest.approx((1 + gradient) * copy_seconds)
-        assert seconds(*mine, gradient=gradient, hardware=V5E) == seconds(*cudnns, gradient=gradient, hardware=V5E)
-
-
-def test_rows_are_copied_for_each_group_before_they_are_multiplied() -> None:
-    """XLA for GPUs has no kernel for ragged matmuls; in the gradient of weights, both operands are copied."""
+def test_rows_are_multiplied_once_for_each_group() -> None:
+    """XLA for GPUs has no kernel for ragged matmuls."""
     rows, width, groups, sizes = 2**14, 2**11, 8, jnp.full(8, 2**11, jnp.int32)
-
-    def matmul(x: Any, w: Any) -> Any:
-        return jax.lax.ragged_dot(x, w, sizes)
-
-    def both_passes(x: Any, w: Any, g: Any) -> Any:
-        return jax.vjp(lambda w: matmul(x, w), w)[1](g)
-
     x, w = (rows, width), (groups, width, width)
-    multiplying = costs(lambda a, b: a @ b, (rows, groups * width), (groups * width, width))["dot_general"]
-    copies = 2 * groups * rows * width
-    forward = costs(matmul, x, w)["ragged_dot_general"]
-    assert forward - multiplying == pytest.approx(copies / COPY, rel=0.3)
-    both = costs(both_passes, x, w, x)["ragged_dot_general"]
-    assert both - forward - multiplying == pytest.approx(4 * copies / COPY, rel=0.3)
+    dense = costs(lambda a, b: a @ b, (rows, groups * width), (groups * width, width))["dot_general"]
+    ragged, on_tpu = (
+        costs(lambda x, w: jax.lax.ragged_dot(x, w, sizes), x, w, hardware=hardware)["ragged_dot_general"]
+        for hardware in (H100, V5E)
+    )
+    assert ragged == pytest.approx(dense, rel=0.3)
+    assert on_tpu < 2 * rows * width * width / (0.5 * dict(V5E.peak_flops)["bf16"])

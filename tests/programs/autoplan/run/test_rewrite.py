@@ -18,6 +18,7 @@ from shardrules.programs.autoplan.graph.problem import Problem
 from shardrules.programs.autoplan.run.call import Call, read_call
 from shardrules.programs.autoplan.run.rewrite import chosen_layouts, with_layouts
 from shardrules.programs.autoplan.solve.search import Task
+from shardrules.programs.compilers.compiler import compiler_of
 from shardrules.programs.traced.program import read_jaxpr
 from tests.programs.autoplan.models import FAST, SMALL, TRAINED, WRITTEN, Case, compare
 
@@ -170,7 +171,8 @@ def test_sums_over_the_first_dims_keep_the_order_in_memory(case: Case, is_kept: 
         for name in operation_names(body)
     ]
     assert names == ["layout_constraint"] * is_kept
-    cpu = attrs.evolve(problem.machine, hardware=sr.Hardware.named("cpu"))
+    hardware = sr.Hardware.named("cpu")
+    cpu = attrs.evolve(problem.machine, hardware=hardware, compiler=compiler_of(hardware))
     assert all(
         each.row_major_spec is None for each in chosen_layouts(attrs.evolve(problem, machine=cpu), choice).values()
     )

@@ -5,17 +5,15 @@ from typing import Any
 import attrs
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.core.text import bytes_text
 from shardrules.programs.autoplan.answer.plan import AutoPlan
 from shardrules.programs.autoplan.answer.prove import _Proof
-from shardrules.programs.autoplan.graph.problem import ChosenMove, Problem
 from shardrules.programs.autoplan.query import Query, QueryOptions, read_query
 from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
+from shardrules.programs.autoplan.solve.peak import Peak
 from shardrules.programs.autoplan.solve.search import Search, SearchResult, Task
 from shardrules.programs.autoplan.solve.trials import Trial
 from shardrules.programs.compiling.compile import compiled_memory
@@ -49,33 +47,6 @@ def test_limits_may_be_kept_by_saving_memory(name: str, saves: bool) -> None:
     assert not query_of(int(0.8 * free.peak_bytes), hardware).search(NO_DEADLINE).fits
 
 
-def test_plans_fit_where_collectives_use_up_what_compilers_put_off() -> None:
-    """The statistics of each norm are awaited: gradients of weights run meanwhile, and nothing is kept for them."""
-
-    @jax.checkpoint
-    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
-        y = x @ w
-        return jnp.tanh((y - y.mean(0)) * jax.lax.rsqrt(y.var(0) + 1e-3)) @ w.T
-
-    def loss(ws: Any, x: jax.Array) -> jax.Array:
-        for w in ws:
-            x = layer(x, w)
-        return jnp.mean(x)
-
-    ws, x = [jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)] * 4, jax.ShapeDtypeStruct((65536, 512), jnp.bfloat16)
-    free = sr.autoplan(jax.grad(loss), ws, x, mesh=MESH)
-    put_off = free.task.occupancy.peak(free.choice)
-    assert free.peak_bytes < 0.7 * put_off
-    within = sr.autoplan(jax.grad(loss), ws, x, mesh=MESH, memory_limit=int(0.8 * put_off))
-    assert within.fits
-    assert within.result.fits
-    assert within.cost == pytest.approx(free.cost)
-    assert (free.status, within.status) == ("optimal", "optimal"), "the bound for any memory holds"
-    (near,) = [finding for finding in within.findings if finding.code == "near-the-limit"]
-    most = bytes_text(within.task.occupancy.peak(within.choice))
-    assert f"but {most} if the compiler puts off all matmuls that nothing waits for" in near.message
-
-
 @jax.checkpoint
 def layer(x: jax.Array, w: jax.Array) -> jax.Array:
     return x + jnp.tanh(x @ w) @ w.T
@@ -99,28 +70,13 @@ def gathered_again(**options: Any) -> AutoPlan:
     return attrs.evolve(plan, result=plan.task.with_choice(plan.result, again))
 
 
-def test_patterns_fit_that_others_beat_unless_they_are_compiled() -> None:
-    """Of time and memory others are better if everything is put off, but none of them fits once it is compiled."""
-    options = {"mesh": MESH, "hardware": sr.Hardware.named("cuda:h100")}
-    again = gathered_again(**options)
-    limit = int(1.05 * again.peak_bytes)
-    plan = sr.autoplan(jax.grad(layers), LAYERS, TOKENS, memory_limit=limit, **options)
-    assert plan.fits
-    assert plan.peak_bytes <= limit < plan.task.occupancy.peak(plan.choice)
-    assert plan.cost <= again.cost * (1 + 1e-6)
-    # Where nothing fits, the smallest is the one that is compiled to take least.
-    small = sr.autoplan(jax.grad(layers), LAYERS, TOKENS, memory_limit=limit // 2, **options)
-    assert not small.fits
-    assert small.peak_bytes <= 1.01 * again.peak_bytes
-
-
 def test_what_fits_as_compilers_that_save_memory_have_it_is_taken() -> None:
     options = {"mesh": MESH, "hardware": sr.Hardware.named("cuda:h100")}
     again = gathered_again(**options)
-    least = again.task.tight().compiled_peak(again.choice)
+    least = again.task.tight().peak(again.choice).expected
     limit = int((least + again.peak_bytes) / 2)
     plan = sr.autoplan(jax.grad(layers), LAYERS, TOKENS, memory_limit=limit, **options)
-    assert (plan.result.fits, plan.result.is_tight, plan.fits) == (True, True, True)
+    assert (plan.result.fits, plan.result.is_tight, plan.fits) == (True, True, "possible")
     assert plan.peak_bytes <= limit < again.peak_bytes
     assert plan.bound <= plan.cost
 
@@ -130,34 +86,18 @@ def test_the_factor_of_a_function_is_of_what_is_predicted() -> None:
     proof = _Proof.of(plan, layers, sr.create_mesh("data:4", devices=jax.devices()[:4]), NO_DEADLINE)
     proof.compilations.peaks[plan.choice] = int(0.8 * plan.peak_bytes)
     corrected = proof.corrected(plan.task, plan.choice)
-    assert corrected.compiled_peak(plan.choice) == pytest.approx(0.8 * plan.peak_bytes, rel=1e-3)
+    assert corrected.peak(plan.choice).expected == pytest.approx(0.8 * plan.peak_bytes, rel=1e-3)
     assert proof.corrected(corrected, plan.choice) is corrected
 
 
 @pytest.mark.slow
-def test_gathers_for_the_backward_pass_use_up_what_compilers_put_off() -> None:
+def test_the_peak_is_in_the_range_where_it_is_wide() -> None:
     """XLA hides the gathers of a layer's weights behind the gradients of those weights: it puts off few of them."""
     mesh = sr.Target.parse("cuda:h100:4").mesh(MESH)
     plan = gathered_again(mesh=mesh)
     with jax.set_mesh(mesh):
         memory = compiled_memory(plan.jit(jax.grad(layers)).lower(LAYERS, TOKENS), mesh)
-    assert 0.9 < plan.peak_bytes / memory.peak_bytes < 1.15
-    assert plan.task.occupancy.peak(plan.choice) > 2 * memory.peak_bytes, "what would be needed to put off all"
-
-
-@pytest.mark.parametrize(("count", "is_put_off"), [(1, False), (2, True)])
-def test_gathers_use_up_nothing_beside_collectives_between_matmuls(
-    monkeypatch: pytest.MonkeyPatch, count: int, is_put_off: bool
-) -> None:
-    """The end of the rule: of twelve matmuls, few are put off with one collective between others, all with two."""
-    plan = gathered_again(mesh=MESH, hardware=sr.Hardware.named("cuda:h100"))
-    task, moves = plan.task, plan.task.problem.chosen_moves(plan.choice)
-    assert task.written.late_matmul_count == 12
-    alone, most = task.compiled_peak(plan.choice), task.occupancy.peak(plan.choice)
-    assert alone < most / 2
-    between = ChosenMove(0.0, 0.0, count, np.ones(1), is_between=True, is_gathered_again=False)
-    monkeypatch.setattr(Problem, "chosen_moves", lambda *_: [*moves, between])
-    assert attrs.evolve(task).compiled_peak(plan.choice) == (most if is_put_off else alone)
+    assert plan.peak.at_least <= memory.peak_bytes <= plan.peak.at_most
 
 
 def test_a_second_search_starts_from_what_the_first_has_met(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,8 +145,8 @@ def test_where_nothing_fits_hardly_more_memory_is_taken_for_time(
     result = attrs.evolve(
         query.task.with_choice(free, smallest), fits=False, peak_bytes=2**30, candidates=front, patterns=()
     )
-    peaks = {trial.choice: trial.peak_bytes for trial in front}
-    monkeypatch.setattr(Task, "compiled_peak", lambda task, choice: peaks[choice])
+    peaks = {trial.choice: Peak.point(trial.peak_bytes) for trial in front}
+    monkeypatch.setattr(Task, "peak", lambda task, choice: peaks[choice])
     monkeypatch.setattr("shardrules.programs.autoplan.query.search_within", lambda *_: result)
     assert query.search(NO_DEADLINE).choice == (free.choice if is_taken else smallest)
     result = attrs.evolve(result, fits=True)
@@ -237,4 +177,7 @@ def test_plans_that_fit_are_left_for_faster_ones_that_save_memory() -> None:
         cost(attrs.evolve(query, limit_bytes=int(part * free.peak_bytes)).search(NO_DEADLINE).choice)
         for part in (0.98, 0.95, 0.93)
     ]
-    assert cost(free.choice) <= costs[0] <= costs[1] <= costs[2] < 2 * cost(free.choice)
+    same = 1 + 1e-5  # searches end that close to the best
+    assert cost(free.choice) <= costs[0] * same
+    assert costs[0] <= costs[1] * same
+    assert costs[1] <= costs[2] * same < 2 * cost(free.choice)

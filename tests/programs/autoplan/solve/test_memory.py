@@ -182,7 +182,7 @@ def test_what_nothing_waits_for_is_put_off_on_gpus() -> None:
         plan = sr.autoplan(jax.grad(unrolled), *args, mesh=sr.mesh_shape("data:4"), hardware=hardware, pins=pins)
         return plan.task.occupancy.peak(plan.choice)
 
-    assert peak("cuda:h100") > 1.2 * peak("tpu:v5e")
+    assert peak("cuda:h100") > 1.15 * peak("tpu:v5e")
 
 
 @pytest.mark.sample(1)

@@ -338,7 +338,7 @@ def smallest(task: Task) -> list[np.ndarray]:
             layout = problem.layout(stay.home, choice)  # pyright: ignore[reportArgumentType]  it reads this node only
             cut = np.prod([size for size, dim in zip(problem.machine.sizes, layout, strict=True) if dim >= 0])
             sizes[stay.home.node][layout_index, stay.first : stay.last + 1] += (
-                stay.nbytes * occupancy.overhead(stay) / cut
+                stay.nbytes * (1.0 if stay.is_lasting else occupancy.temporaries) / cut
             )
     return sizes
 

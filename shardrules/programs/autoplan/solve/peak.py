@@ -1,0 +1,50 @@
+"""The peak of memory of a plan, as far as it is known before it is compiled."""
+
+import enum
+from typing import Self, final
+
+import attrs
+
+from shardrules.programs.autoplan.solve.solver import LIMIT_TOLERANCE
+
+
+@final
+class Certainty(enum.StrEnum):
+    """The certainty that a plan fits. Only `"no"` is false."""
+
+    CERTAIN = "certain"
+    POSSIBLE = "possible"
+    NO = "no"
+
+    def __bool__(self) -> bool:
+        return self is not Certainty.NO
+
+
+@final
+@attrs.frozen
+class Peak:
+    """The range of the most bytes that a device uses: the compiler decides where in it."""
+
+    at_least: float
+    expected: float
+    at_most: float
+
+    @classmethod
+    def point(cls, nbytes: float) -> Self:
+        """Returns a range without width, as of a plan that was compiled."""
+        return cls(nbytes, nbytes, nbytes)
+
+    def plus(self, nbytes: float) -> "Peak":
+        """Returns the range with more bytes throughout."""
+        return Peak(self.at_least + nbytes, self.expected + nbytes, self.at_most + nbytes)
+
+    def fit(self, limit_bytes: float) -> Certainty:
+        """Returns whether it is within a limit."""
+        limit = limit_bytes * (1 + LIMIT_TOLERANCE)
+        return (
+            Certainty.CERTAIN
+            if self.at_most <= limit
+            else Certainty.POSSIBLE
+            if self.at_least <= limit
+            else Certainty.NO
+        )
