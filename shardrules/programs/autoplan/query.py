@@ -76,9 +76,8 @@ class Query:
         result = search_within(self.task, self.limit_bytes, deadline.earlier(0.2 * self.read_seconds))
         if result.fits or not result.met:
             return result
-        peaks = {trial.choice: self.task.peak(trial.choice).expected for trial in result.met}
-        most = 1.01 * min(peaks.values())  # the model of memory cannot tell more
-        return self.task.with_choice(result, next(choice for choice, peak in peaks.items() if peak <= most))
+        most = 1.01 * min(trial.peak_bytes for trial in result.met)  # the model of memory cannot tell more
+        return self.task.with_choice(result, next(trial.choice for trial in result.met if trial.peak_bytes <= most))
 
     def plan(self, result: SearchResult) -> AutoPlan:
         """Returns the plan that a search found, without findings."""

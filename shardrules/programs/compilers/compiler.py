@@ -1,10 +1,10 @@
 """The compilers that are known, each with what it does to a program. Nothing else of the planner names one.
 
 - The arrays in memory: `FusedProgram` (`fusion.py`), the same for all.
-- The order in which operations run: `orders`, the outermost of those that it may choose from.
+- The order in which operations run: `order`, and `other_orders` that bound it.
 - The arrays that it copies: rows of ragged matmuls (`ragged.py`), stacks (`fills_stacks`), and what is in another order
   of dims (`reads_in_order`, `moves_summed_dims`).
-- What it puts off: the last of `orders`. What it hides: `waiting.py`, the same for all.
+- What it puts off: that is in `order`. What it hides: `waiting.py`, the same for all.
 - The room between arrays: `least_gaps`, `most_gaps`.
 - The options that change it: `obeys_limits`.
 """
@@ -46,9 +46,12 @@ class Compiler(abc.ABC):
     """It takes a limit of memory as an option."""
 
     @abc.abstractmethod
-    def orders(self, program: TracedProgram) -> tuple[tuple[int, ...], ...]:
-        """Returns the positions of all operations in the outermost orders that it may choose from; the likeliest comes
-        last."""
+    def order(self, program: TracedProgram) -> tuple[int, ...]:
+        """Returns the positions of all operations in the order that is likeliest."""
+
+    @abc.abstractmethod
+    def other_orders(self, program: TracedProgram) -> tuple[tuple[int, ...], ...]:
+        """Returns the outermost of the other orders that it may choose."""
 
     @property
     def middle_gaps(self) -> float:
@@ -69,8 +72,11 @@ class GpuCompiler(Compiler):
     splits_reductions = True
     obeys_limits = True
 
-    def orders(self, program: TracedProgram) -> tuple[tuple[int, ...], ...]:
-        return program_order(program), early_order(program), late_order(program)
+    def order(self, program: TracedProgram) -> tuple[int, ...]:
+        return late_order(program)
+
+    def other_orders(self, program: TracedProgram) -> tuple[tuple[int, ...], ...]:
+        return program_order(program), early_order(program)
 
 
 @final
@@ -84,8 +90,11 @@ class TpuCompiler(Compiler):
     fills_stacks = False
     narrows = True
 
-    def orders(self, program: TracedProgram) -> tuple[tuple[int, ...], ...]:
-        return program_order(program), early_order(program)
+    def order(self, program: TracedProgram) -> tuple[int, ...]:
+        return early_order(program)
+
+    def other_orders(self, program: TracedProgram) -> tuple[tuple[int, ...], ...]:
+        return (program_order(program),)
 
 
 @final
@@ -96,8 +105,11 @@ class CpuCompiler(Compiler):
     least_gaps = 0.9
     most_gaps = 1.3
 
-    def orders(self, program: TracedProgram) -> tuple[tuple[int, ...], ...]:
-        return program_order(program), early_order(program)
+    def order(self, program: TracedProgram) -> tuple[int, ...]:
+        return early_order(program)
+
+    def other_orders(self, program: TracedProgram) -> tuple[tuple[int, ...], ...]:
+        return (program_order(program),)
 
 
 def compiler_of(hardware: Hardware) -> Compiler:

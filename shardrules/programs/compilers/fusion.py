@@ -21,6 +21,7 @@ from shardrules.programs.compilers.kernels import (
     IN_PLACE,
     PARTIAL_READS,
     ends_chain,
+    find_kernels,
     is_view,
     reduced_rows,
     takes_whole,
@@ -55,7 +56,7 @@ class FusedProgram:
         gradients = NormGradients.of(program, written, device_count)
         written |= gradients.siblings.keys()
         sources = _sources(program)
-        kernels_of = _kernels_of(program, written)
+        kernels_of = find_kernels(program, {*written})
         joined = Unions[int]()  # kernels that are one, by the operations at which they end
         _join_optimizer(program, kernels_of, sources, joined)
         _join_rows(program, kernels_of, sources, written, joined)
@@ -113,7 +114,7 @@ class FusedProgram:
         count = self.read_counts.get((op_index, operand_index), 0)
         if not count or operand is None:
             return 0
-        nbytes = self.nbytes(operand)
+        nbytes = arrays[operand].device_bytes
         if operand_index == 0 and (operation.name in PARTIAL_READS or operation.role == "enter"):
             nbytes = min(nbytes, sum(arrays[result].nbytes for result in operation.results))
         elif operand_index == 0 and operation.name == "dynamic_update_slice":
@@ -132,15 +133,12 @@ class FusedProgram:
             return 0
         if operation.name in IN_PLACE:
             return min(arrays[result].nbytes, arrays[_update(operation)].nbytes)
-        return self.nbytes(result)
+        return arrays[result].device_bytes
 
     def touches_part(self, op_index: int, operand_index: int) -> bool:
         """An operation reads, or overwrites, only some elements of an operand."""
         name = self.program.operations[op_index].name
         return operand_index == 0 and (name in IN_PLACE or name in PARTIAL_READS)
-
-    def nbytes(self, array: int) -> int:
-        return self.program.arrays[array].device_bytes
 
 
 def _appends(operation: Operation) -> bool:
@@ -184,31 +182,6 @@ def _sources(program: TracedProgram) -> dict[int, int]:
             for operand, result in view_pairs(operation):
                 sources[result] = sources.get(operand, operand)
     return sources
-
-
-def _kernels_of(program: TracedProgram, written: frozenset[int]) -> list[frozenset[int]]:
-    """For each operation the kernels in which it is computed, by the operations at which they end."""
-    taken_by: dict[int, frozenset[int]] = {}
-    kernels_of: list[frozenset[int]] = [frozenset()] * len(program.operations)
-    for op_index in range(len(program.operations) - 1, -1, -1):
-        operation = program.operations[op_index]
-        if is_view(operation):
-            for operand, result in view_pairs(operation):
-                taken_by[operand] = taken_by.get(operand, frozenset()) | taken_by.get(result, frozenset())
-            continue
-        kernels: frozenset[int] = frozenset()
-        if operation.role == "join":
-            pass  # moves nothing: what goes round stays in its memory
-        elif ends_chain(operation) or any(result in written for result in operation.results):
-            kernels = frozenset((op_index,))
-        else:
-            for result in operation.results:
-                kernels |= taken_by.get(result, frozenset())
-        kernels_of[op_index] = kernels
-        for operand in operation.operands:
-            if operand is not None:
-                taken_by[operand] = taken_by.get(operand, frozenset()) | kernels
-    return kernels_of
 
 
 def _join_optimizer(

@@ -1,9 +1,9 @@
 """Kinds of operations, by what compilers make kernels of: see `fusion`."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from shardrules.programs.traced.program import Operation, changes_memory
+from shardrules.programs.traced.program import Operation, TracedProgram, changes_memory
 
 _WHOLE = """
 scatter scatter-add scatter-mul scatter-min scatter-max sort top_k approx_top_k while fft dynamic_update_slice cumsum
@@ -111,3 +111,36 @@ def ends_chain(operation: Operation) -> bool:
     adds_up = name == "dot_general" and bool(operation.factors.reduced)
     reduces = adds_up or (name.startswith("reduce_") and name != "reduce_precision" and reduced_runs(operation) > 0)
     return takes_whole(operation) or operation.role == "leave" or name in ENDS or reduces
+
+
+def find_kernels(
+    program: TracedProgram,
+    written: set[int],
+    is_kept: Callable[[Operation], bool] = lambda operation: False,
+) -> list[frozenset[int]]:
+    """Returns for each operation the kernels in which it is computed, by the operations at which they end.
+
+    An operation that would be computed in several kernels, and `is_kept`, ends one: its results are added to `written`.
+    """
+    taken_by: dict[int, frozenset[int]] = {}
+    kernels_of: list[frozenset[int]] = [frozenset()] * len(program.operations)
+    for op_index in range(len(program.operations) - 1, -1, -1):
+        operation = program.operations[op_index]
+        if is_view(operation):
+            for operand, result in view_pairs(operation):
+                taken_by[operand] = taken_by.get(operand, frozenset()) | taken_by.get(result, frozenset())
+            continue
+        kernels = frozenset((op_index,))
+        if operation.role == "join":
+            kernels = frozenset()  # moves nothing: what goes round stays in its memory
+        elif not (ends_chain(operation) or any(result in written for result in operation.results)):
+            users = frozenset[int]().union(*(taken_by.get(result, frozenset()) for result in operation.results))
+            if len(users) > 1 and is_kept(operation):
+                written.update(operation.results)
+            else:
+                kernels = users
+        kernels_of[op_index] = kernels
+        for operand in operation.operands:
+            if operand is not None:
+                taken_by[operand] = taken_by.get(operand, frozenset()) | kernels
+    return kernels_of

@@ -8,7 +8,7 @@ from typing import Self, final
 
 import attrs
 
-from shardrules.programs.compilers.kernels import ends_chain, is_matmul, is_view, view_pairs
+from shardrules.programs.compilers.kernels import find_kernels, is_matmul, is_view, view_pairs
 from shardrules.programs.traced.program import Operation, TracedProgram
 
 _SERIES = frozenset(("tanh", "erf", "erfc", "erf_inv", "log1p"))
@@ -27,25 +27,11 @@ with 2,048 wrote it, none with 4,096 did."""
 def with_series(program: TracedProgram, written: frozenset[int]) -> frozenset[int]:
     """Adds the values of long series that several kernels take."""
     kept, widths = {*written}, _read_widths(program, written)
-    taken_by: dict[int, frozenset[int]] = {}
-    for op_index in range(len(program.operations) - 1, -1, -1):
-        operation = program.operations[op_index]
-        if is_view(operation):
-            for operand, result in view_pairs(operation):
-                taken_by[operand] = taken_by.get(operand, frozenset()) | taken_by.get(result, frozenset())
-            continue
-        kernels = frozenset[int]()
-        if ends_chain(operation) or any(result in kept for result in operation.results):
-            # What goes round a loop is not a kernel.
-            kernels = frozenset((op_index,)) if operation.role != "join" else kernels
-        else:
-            kernels = kernels.union(*(taken_by.get(result, frozenset()) for result in operation.results))
-            if operation.name in _SERIES and len(kernels) > 1 and widths[operation.results[0]] <= _NARROW:
-                kept.update(operation.results)
-                kernels = frozenset((op_index,))
-        for operand in operation.operands:
-            if operand is not None:
-                taken_by[operand] = taken_by.get(operand, frozenset()) | kernels
+    find_kernels(
+        program,
+        kept,
+        lambda operation: operation.name in _SERIES and widths[operation.results[0]] <= _NARROW,
+    )
     for operation in program.operations:
         if is_view(operation):
             kept.update(result for operand, result in view_pairs(operation) if operand in kept)

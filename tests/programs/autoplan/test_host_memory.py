@@ -89,7 +89,7 @@ def test_a_move_between_memories_is_a_copy_and_not_a_view() -> None:
     assert changes_memory(first)
     assert changes_memory(second)
     fusion = FusedProgram.of(program)
-    assert [fusion.nbytes(operation.results[0]) for operation in (first, second)] == [0, ROWS * WIDTH * 2]
+    assert [program.arrays[operation.results[0]].device_bytes for operation in (first, second)] == [0, ROWS * WIDTH * 2]
     assert second.results[0] not in fusion.sources
 
 

@@ -106,7 +106,7 @@ class _Proof:
         )
 
     def modelled_bytes(self, choice: tuple[int, ...]) -> int:
-        return int(self.plan.task.peak(choice).expected)
+        return int(self.plan.task.occupancy.peak(choice))
 
     def nothing_fits(self) -> Finding:
         count, peaks = len(self.compilations.peaks), self.compilations.peaks_text
@@ -216,7 +216,7 @@ class _Proof:
             (plan.cost for choice, plan in compilations.plans.items() if compilations.fits(choice)), default=np.inf
         )
         peaks = {
-            choice: task.peak(choice).expected
+            choice: task.occupancy.peak(choice)
             for choice in self.choices
             if choice not in compilations.peaks and choice not in compilations.errors and cost(choice) < most
         }
@@ -243,11 +243,11 @@ class _Proof:
         parts = {other: float(np.mean(np.equal(choice, other))) for other in self.compilations.peaks}
         nearest = max(parts, key=parts.__getitem__)
         factor = max(self.factor(self.plan.task, nearest), _LEAST_FACTOR) ** parts[nearest]
-        return _scaled(self.plan.task, factor).peak(choice).expected
+        return _scaled(self.plan.task, factor).occupancy.peak(choice)
 
     def is_like_a_failure(self, choice: tuple[int, ...]) -> bool:
         """Returns whether a choice has the cost and the peak of one that did not fit once it was compiled."""
-        cost, peak = self.plan.task.problem.cost(choice), self.plan.task.peak(choice).expected
+        cost, peak = self.plan.task.problem.cost(choice), self.plan.task.occupancy.peak(choice)
         return any(
             abs(cost - plan.cost) <= _GAIN * plan.cost and abs(peak - self.modelled_bytes(other)) <= _GAIN * peak
             for other, plan in self.compilations.plans.items()
@@ -261,7 +261,7 @@ class _Proof:
         """
         limit, peak, arguments = (
             self.plan.memory_limit,
-            task.peak(choice).expected,
+            task.occupancy.peak(choice),
             task.occupancy.argument_bytes(choice),
         )
         if arguments < limit < peak:
@@ -272,7 +272,7 @@ class _Proof:
     def factor(self, task: Task, choice: tuple[int, ...]) -> float:
         """Returns how many times what a task says the intermediate results of a compiled choice take."""
         arguments = task.occupancy.argument_bytes(choice)
-        modelled = task.peak(choice).expected - arguments
+        modelled = task.occupancy.peak(choice) - arguments
         return (self.compilations.peaks[choice] - arguments) / modelled if modelled > 0 else 1.0
 
     def corrected(self, task: Task, choice: tuple[int, ...]) -> Task:

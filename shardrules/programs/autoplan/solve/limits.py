@@ -82,12 +82,11 @@ def frontier_points(task: Task, count: int, deadline: Deadline) -> list[tuple[in
 
 def _with_room(task: Task, tight: Task, result: SearchResult, limit_bytes: float) -> SearchResult:
     """Returns the cheapest choice that fits even with gaps as large as without a limit, if it costs hardly more."""
-    gaps = attrs.evolve(tight.occupancy, temporaries=task.occupancy.temporaries)
     for trial in result.candidates:
         # Room for the errors of the model of memory may cost 3 %, chosen by hand: without it, some plans need one per
         # cent more than their limit.
         if trial.cost > 1.03 * task.problem.cost(result.choice):
             break
-        if gaps.peak(trial.choice) <= limit_bytes:
+        if task.occupancy.peak(trial.choice) <= limit_bytes:
             return tight.with_choice(result, trial.choice)
     return result

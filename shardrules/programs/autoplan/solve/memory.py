@@ -267,7 +267,7 @@ def _result_stays(
             home = problem.homes.get(result)
             if home is None or result in problem.feedback:  # written over the argument, which is counted
                 continue
-            nbytes = fusion.nbytes(result) * fusion.gradients.widths.get(result, 1)
+            nbytes = program.arrays[result].device_bytes * fusion.gradients.widths.get(result, 1)
             if operation.role == "return":
                 yield Stay(home, nbytes, here + 1, len(program.operations))  # until then the operand is counted
                 continue
@@ -314,7 +314,7 @@ def _overwrites(problem: Problem, op_index: int, result: int, here: int, last_us
             array in program.producers  # otherwise an argument, or a scalar that enters a loop
             and max(last_uses.get(array, 0), last_uses.get(operand, 0)) == here
             and is_alike
-            and fusion.nbytes(array) == fusion.nbytes(result)
+            and program.arrays[array].device_bytes == program.arrays[result].device_bytes
             and program.arrays[array].dtype.itemsize == program.arrays[result].dtype.itemsize
         ):
             return True

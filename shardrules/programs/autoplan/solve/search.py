@@ -74,8 +74,6 @@ class Task:
     occupancy: Occupancy
     others: "_Others"
     """The contents of memory in the other orders, computed once for all tasks of a program."""
-    _peaks: dict[tuple[int, ...], Peak] = attrs.field(factory=dict, init=False)
-    """The known peaks, by choice."""
 
     @functools.cached_property
     def formulation(self) -> Formulation:
@@ -86,12 +84,6 @@ class Task:
 
         The orders that the compiler may choose from bound it, and what is known of the gaps that it leaves.
         """
-        key = tuple(choice)
-        if key not in self._peaks:
-            self._peaks[key] = self._peak(key)
-        return self._peaks[key]
-
-    def _peak(self, choice: tuple[int, ...]) -> Peak:
         machine, arguments = self.problem.machine, self.occupancy.argument_bytes(choice)
         compiler, hidden_bytes = machine.compiler, machine.hardware.vector_memory_bytes
         expected = self.occupancy.peak(choice)
@@ -134,8 +126,7 @@ class Task:
             if result is not None and result_index in feedback
         }
         problem = with_temporary_bytes(build_problem(program, machine, paths, feedback_arrays, pinned, tie))
-        *others, likeliest = machine.compiler.orders(program)
-        return cls(problem, Occupancy.of(problem, likeliest), _Others(problem, tuple(others)))
+        return cls(problem, Occupancy.of(problem, machine.compiler.order(program)), _Others(problem))
 
     def with_choice(self, result: "SearchResult", choice: tuple[int, ...]) -> "SearchResult":
         price = result.price if choice == result.choice else 0.0
@@ -469,11 +460,11 @@ class _Others:
     """Orders in which a program may run, beside the likeliest."""
 
     problem: Problem
-    orders: tuple[tuple[int, ...], ...]
 
     @functools.cached_property
     def occupancies(self) -> tuple[Occupancy, ...]:
-        return tuple(Occupancy.of(self.problem, order) for order in self.orders)
+        orders = self.problem.machine.compiler.other_orders(self.problem.program)
+        return tuple(Occupancy.of(self.problem, order) for order in orders)
 
 
 @final

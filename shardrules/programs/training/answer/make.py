@@ -187,10 +187,6 @@ def _reason(search: TrainingSearch, outcome: Outcome, chosen: Outcome) -> str:
     if outcome.host_bytes > host_limit:
         return f"does not fit on the host: {bytes_text(outcome.host_bytes)} of {bytes_text(host_limit)} for each device"
     if not outcome.fits:
-        most = outcome.most_bytes
-        if outcome.peak_bytes <= limit < most:
-            put_off = " if the compiler puts off all matmuls that nothing waits for"
-            return f"may not fit: {bytes_text(most)} of {bytes_text(limit)}{put_off}"
         return f"does not fit: {bytes_text(outcome.peak_bytes)} of {bytes_text(limit)}"
     ratio = outcome.seconds / chosen.seconds if chosen.seconds else 1.0
     # Less is shown as 0.0 %.

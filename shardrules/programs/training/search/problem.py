@@ -278,11 +278,6 @@ class Outcome:
     compute_seconds: float = 0.0
     """The part of `seconds` in which devices compute."""
 
-    @property
-    def most_bytes(self) -> int:
-        """The peak where the compiler puts off all matmuls that nothing waits for: the search counts that."""
-        return self.peak_bytes if self.result is None else int(self.result.peak_bytes) + self.paired_bytes
-
     def plan(self, problem: TrainingProblem) -> AutoPlan:
         assert self.result is not None, "a refused mesh has no plan"
         query = problem.query(self.shape, self.recipe)

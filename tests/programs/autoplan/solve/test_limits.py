@@ -13,7 +13,6 @@ from shardrules.programs.autoplan.answer.plan import AutoPlan
 from shardrules.programs.autoplan.answer.prove import _Proof
 from shardrules.programs.autoplan.query import Query, QueryOptions, read_query
 from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
-from shardrules.programs.autoplan.solve.peak import Peak
 from shardrules.programs.autoplan.solve.search import Search, SearchResult, Task
 from shardrules.programs.autoplan.solve.trials import Trial
 from shardrules.programs.compiling.compile import compiled_memory
@@ -145,8 +144,6 @@ def test_where_nothing_fits_hardly_more_memory_is_taken_for_time(
     result = attrs.evolve(
         query.task.with_choice(free, smallest), fits=False, peak_bytes=2**30, candidates=front, patterns=()
     )
-    peaks = {trial.choice: Peak.point(trial.peak_bytes) for trial in front}
-    monkeypatch.setattr(Task, "peak", lambda task, choice: peaks[choice])
     monkeypatch.setattr("shardrules.programs.autoplan.query.search_within", lambda *_: result)
     assert query.search(NO_DEADLINE).choice == (free.choice if is_taken else smallest)
     result = attrs.evolve(result, fits=True)
