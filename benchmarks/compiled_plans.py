@@ -7,8 +7,7 @@ TPU v5e and for 8 CPU devices, none of which need be present. `compiled_plans.js
 of every node of the problem, the compiler's peak of memory, the time of a step by our own model of the compiled
 program, and the bytes on the wire. Nothing in it is a prediction, so it stays as it is when the model changes.
 
-Half of the programs are set aside (`SET_ASIDE`): they were not looked at while anything was chosen. `--score` compares
-the model with the table, for each half.
+Half of the programs are set aside (`SET_ASIDE`). `compiler_rules.py` compares the model with the table, for each half.
 
 Run it as `python benchmarks/compiled_plans.py`: what is in the table already is not compiled again. It needs the extras
 `cuda`, `tpu` and `cudnn`, and some hours.
@@ -125,9 +124,9 @@ def read_layouts(problem: Problem, text: str) -> tuple[int, ...] | None:
     return tuple(choice)
 
 
-def free_task(question: Question, hardware: sr.Hardware | None = None) -> Task:
+def free_task(question: Question) -> Task:
     """Returns the task of a step without pins."""
-    options = QueryOptions(None, None, hardware or question.target.hardware, None, SECONDS, False)
+    options = QueryOptions(None, None, question.target.hardware, None, SECONDS, False)
     return read_query(question.step, question.args, planning_mesh(question), options, check=False).task
 
 

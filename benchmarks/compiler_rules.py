@@ -18,11 +18,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import attrs
 import jax
-import numpy as np
 from compiled_plans import MESH, PROGRAMS, SET_ASIDE, TARGETS, CompiledPlan, planning_mesh, read_layouts, read_table
 from plan_models.compiled import Cache, Question
 
@@ -35,6 +34,8 @@ from shardrules.programs.compilers import kernels, norms, order
 from shardrules.programs.traced.program import TracedProgram, read_jaxpr
 
 PROGRAMS_ROOM = "shardrules.programs."
+
+Order: TypeAlias = Callable[[TracedProgram], tuple[int, ...]]
 
 
 @final
@@ -215,41 +216,35 @@ def false(*_: Any, **__: Any) -> bool:
     return False
 
 
-def zeros_like_layouts(self: Any, op_index: int, *rest: Any) -> Any:
-    """Returns no bytes in each layout."""
-    layouts = next(value for value in rest if isinstance(value, np.ndarray))
-    return np.zeros(len(layouts))
-
-
 def rules() -> list[Rule]:
     """All rules."""
 
-    def orders(*chosen: Callable[[TracedProgram], tuple[int, ...]]) -> Any:
-        return off(
-            "compilers.compiler:GpuCompiler.orders",
-            lambda self, program: tuple(order(program) for order in chosen),
-            "compilers.compiler:TpuCompiler.orders",
-            lambda self, program: tuple(order(program) for order in chosen),
-        )
+    def orders(likeliest: Order, *others: Order) -> Any:
+        value = lambda self, program: likeliest(program)  # noqa: E731
+        values = lambda self, program: tuple(order(program) for order in others)  # noqa: E731
+        classes = ("compilers.compiler:GpuCompiler", "compilers.compiler:TpuCompiler")
+        return tuple(pair for name in classes for pair in ((f"{name}.order", value), (f"{name}.other_orders", values)))
 
-    COST = "autoplan.graph.compute_cost:"
+    cost = "autoplan.graph.compute_cost:"
     no_norms = classmethod(lambda cls, program, written, device_count: norms.NormGradients({}, {}))
     return [
         Rule("rows kept on chip share a read", off("compilers.fusion:_join_rows", nothing)),
+        Rule("an optimizer is one kernel", off("compilers.fusion:_join_optimizer", nothing)),
+        Rule("dots with vectors are reordered", off("compilers.compiler:GpuCompiler.reads_in_order", False)),
         Rule("swapped dims are views", off("compilers.kernels:_is_free_transpose", false)),
         Rule("short rows are on chip", off("compilers.fusion:reduced_rows", no_items)),
         Rule("values of series are written", off("compilers.fusion:with_series", lambda program, written: written)),
         Rule("products for gradients of norms are written", off("compilers.norms:NormGradients.of", no_norms)),
-        Rule("order as written", orders(order.early_order, order.late_order)),
-        Rule("early updates", orders(order.program_order, order.late_order)),
-        Rule("late matmuls", orders(order.program_order, order.early_order)),
+        Rule("order as written", orders(order.late_order, order.early_order)),
+        Rule("early updates", orders(order.late_order, order.program_order)),
+        Rule("late matmuls", orders(order.early_order, order.program_order)),
         Rule("chains write over what they read", off("autoplan.solve.memory:_overwrites", false)),
         Rule("results are written over arguments", off("autoplan.solve.memory:_overwritten", no_dict)),
         Rule("updates are in place", off("autoplan.solve.memory:_updated", no_dict)),
         Rule("ragged matmuls copy rows", off("autoplan.solve.memory:_expansion_stays", no_items)),
         Rule("zeros of one shape are made together", off("autoplan.solve.memory:_zeros", no_dict)),
         Rule("what branches take stays", off("autoplan.solve.memory:_branch_ends", no_dict)),
-        Rule("short rows are gathered slowly", off(COST + "ROW_BYTES", 0)),
+        Rule("short rows are gathered slowly", off(cost + "ROW_BYTES", 0)),
         Rule("reductions of apart dims launch more", off("compilers.compiler:GpuCompiler.splits_reductions", False)),
         Rule("lone collectives pay latency", off("autoplan.graph.edges:EdgeBuilder._is_alone", false)),
         Rule("cumulative sums are kernels", off("compilers.kernels:WHOLE", kernels.WHOLE - CUMULATIVE)),
@@ -257,11 +252,6 @@ def rules() -> list[Rule]:
 
 
 CUMULATIVE = frozenset(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"))
-
-
-def zero(*_: Any, **__: Any) -> int:
-    """Returns 0."""
-    return 0
 
 
 def plan_lines(case: Case) -> Iterator[str]:

@@ -9,8 +9,8 @@ import optax
 from flax import nnx
 
 from plan_models.experts import Splits, constrain, constrain_as_moments
-from plan_models.learning import optax_step
 from plan_models.parts import array, in_heads, layer_norm, residual, tokens, whole
+from plan_models.updates import optax_step
 
 NNX_SPLITS: Splits = (
     (r"(^|/)attention/(query|key|value)/kernel(/|$)", 1, "tensor"),
@@ -83,7 +83,7 @@ def nnx_decoder(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
         return optax.softmax_cross_entropy_with_integer_labels(scores, text[:, 1:]).mean()
 
     schedule = optax.warmup_cosine_decay_schedule(1e-4, 6e-4, 100, 10_000)
-    step, state = optax_step(optax.adamw(schedule, b2=0.95, weight_decay=0.1), loss, params)
+    step, state = optax_step(loss, optax.adamw(schedule, b2=0.95, weight_decay=0.1), params, "optimizer")
     return step, (state, tokens(batch, length + 1))
 
 
@@ -258,5 +258,5 @@ def speech_encoder(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
         return jnp.mean(losses / jnp.maximum(jnp.sum(1 - no_label, -1), 1))
 
     optimizer = optax.chain(optax.clip_by_global_norm(5.0), optax.adamw(1e-3, b2=0.98, weight_decay=1e-3))
-    step, state = optax_step(optimizer, loss, params)
+    step, state = optax_step(loss, optimizer, params, "optimizer")
     return step, (state, {"spectrograms": weight(batch, frames, bins), "labels": tokens(batch, labels)})

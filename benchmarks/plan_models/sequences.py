@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 from plan_models.experts import Splits, constrain
-from plan_models.learning import optax_step
 from plan_models.parts import (
     array,
     attend,
@@ -25,6 +24,7 @@ from plan_models.parts import (
     whole,
     with_moments,
 )
+from plan_models.updates import optax_step
 
 LRU_SPLITS: Splits = (
     (r"(^|/)into_(real|imaginary)$", -1, "tensor"),
@@ -97,7 +97,7 @@ def linear_recurrence(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
         logits = jax.vmap(scores, in_axes=(None, 0))(p, constrain(batch["pixels"], "batch", None, None))
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
-    step, state = optax_step(optax.adamw(1e-3, weight_decay=0.05), loss, params)
+    step, state = optax_step(loss, optax.adamw(1e-3, weight_decay=0.05), params, "optimizer")
     return step, (state, {"pixels": weight(batch, length, 3), "labels": tokens(batch)})
 
 
@@ -287,7 +287,7 @@ def long_convolution(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
         return cross_entropy(layer_norm(x, p["norm"], p["shift"]) @ p["embed"].T, text[:, 1:])
 
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(6e-4, b2=0.98, weight_decay=0.1))
-    step, state = optax_step(optimizer, loss, params)
+    step, state = optax_step(loss, optimizer, params, "optimizer")
     return step, (state, tokens(batch, length + 1))
 
 

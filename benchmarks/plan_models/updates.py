@@ -11,20 +11,24 @@ from plan_models.experts import constrain_as_moments
 
 
 def optax_step(
-    loss: Callable[[Any, Any], jax.Array], optimizer: optax.GradientTransformation, params: Any
+    loss: Callable[[Any, Any], jax.Array],
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    name: str = "momentum",
 ) -> tuple[Callable[[Any, Any], Any], dict[str, Any]]:
     """Returns a step that lowers a loss, and its state as shapes.
 
-    `params` are shapes, of which all are trained; the state of the optimizer is placed as moments are.
+    `params` are shapes, of which all are trained. Under its usual name the state of the optimizer is placed as moments
+    are; under another, only what optax calls `mu` and `nu`.
     """
 
     def step(state: Any, batch: Any) -> Any:
         value, gradients = jax.value_and_grad(loss)(state["params"], batch)
-        updates, momentum = optimizer.update(constrain_as_moments(gradients), state["momentum"], state["params"])
+        updates, moments = optimizer.update(constrain_as_moments(gradients), state[name], state["params"])
         params = constrain_as_moments(optax.apply_updates(state["params"], updates))
-        return {"params": params, "momentum": momentum}, value
+        return {"params": params, name: moments}, value
 
-    return step, {"params": params, "momentum": jax.eval_shape(optimizer.init, params)}
+    return step, {"params": params, name: jax.eval_shape(optimizer.init, params)}
 
 
 def module_step(
