@@ -27,6 +27,7 @@ from typing import Any, final
 import attrs
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from plan_models import KINDS, MODELS, MORE, Expert, Model
 from plan_models.compiled import Cache, Question, is_shape
 
@@ -127,7 +128,8 @@ def read_layouts(problem: Problem, text: str) -> tuple[int, ...] | None:
 def free_task(question: Question) -> Task:
     """Returns the task of a step without pins."""
     options = QueryOptions(None, None, question.target.hardware, None, SECONDS, False)
-    return read_query(question.step, question.args, planning_mesh(question), options, check=False).task
+    mesh = planning_mesh(question.target, question.device_mesh)
+    return read_query(question.step, question.args, mesh, options, check=False).task
 
 
 def chosen_experts(question: Question) -> list[Expert]:
@@ -157,16 +159,16 @@ def plans(question: Question) -> Iterator[tuple[str, sr.reports.AutoPlan]]:
         return
 
 
-def planning_mesh(question: Question) -> AnyMesh:
+def planning_mesh(target: sr.Target, device_mesh: Mesh) -> AnyMesh:
     """Returns the mesh to plan for: of TPUs with the devices, whose places decide what links join them."""
-    return question.device_mesh if question.target.platform == "tpu" else question.device_mesh.abstract_mesh
+    return device_mesh if target.platform == "tpu" else device_mesh.abstract_mesh
 
 
 def _planned(question: Question, limit: int | None, pins: Any) -> sr.reports.AutoPlan:
     return sr.autoplan(
         question.step,
         *question.args,
-        mesh=planning_mesh(question),
+        mesh=planning_mesh(question.target, question.device_mesh),
         hardware=question.target.hardware,
         memory_limit=2**50 if limit is None else limit,
         pins=pins,

@@ -23,8 +23,9 @@ from typing import Any, TypeAlias, final
 import attrs
 import jax
 from compiled_plans import MESH, PROGRAMS, SET_ASIDE, TARGETS, CompiledPlan, planning_mesh, read_layouts, read_table
-from plan_models.compiled import Cache, Question
 
+import shardrules as sr
+from shardrules.core.axes import AnyMesh
 from shardrules.programs.autoplan.graph import machine as graph_machine
 from shardrules.programs.autoplan.graph.machine import Machine
 from shardrules.programs.autoplan.run.call import Call, read_call
@@ -104,19 +105,18 @@ class Point:
         return self.peak.expected / self.row.peak_bytes
 
 
-def read_cases(names: Sequence[str], targets: Sequence[str]) -> list[Case]:
+def read_cases(names: Sequence[str], target: sr.Target, mesh: AnyMesh) -> list[Case]:
     """Traces the programs that are in the table."""
     table, cases = read_table(), []
-    for target in targets:
-        for name in names:
-            rows = tuple(row for key, row in table.items() if key[:2] == (name, target))
-            if not rows:
-                continue
-            question = Question.of(PROGRAMS[name], MESH, False, Cache(None), target)
-            call = read_call(question.step, question.args, planning_mesh(question), name, None)
-            machine = Machine.of(planning_mesh(question), question.target.hardware, None)
-            cases.append(Case(name, target, call, read_jaxpr(call.jaxpr), machine, rows))
-            jax.clear_caches()
+    machine = Machine.of(mesh, target.hardware, None)
+    for name in names:
+        rows = tuple(row for key, row in table.items() if key[:2] == (name, str(target)))
+        if not rows:
+            continue
+        step, args = PROGRAMS[name].build(mesh.size, False)
+        call = read_call(step, args, mesh, name, None)
+        cases.append(Case(name, str(target), call, read_jaxpr(call.jaxpr), machine, rows))
+        jax.clear_caches()
     return cases
 
 
@@ -280,9 +280,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    for target in options.targets:
-        near = 0.15 if target.startswith("cuda") else 0.25
-        cases = read_cases(options.programs, [target])
+    for target in map(sr.Target.parse, options.targets):
+        near = 0.15 if target.platform == "cuda" else 0.25
+        cases = read_cases(options.programs, target, planning_mesh(target, target.mesh(sr.mesh_shape(MESH))))
         halves = [[case for case in cases if (case.name in SET_ASIDE) == is_aside] for is_aside in (False, True)]
         if options.plans:
             print(*(text for case in cases for text in plan_lines(case)), sep="\n")
