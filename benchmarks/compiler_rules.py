@@ -6,19 +6,22 @@ error, are plans still in the order of their compiled times (Kendall's tau, the 
 than the fastest does the plan take that the model prefers? It is asked for the programs that were looked at while the
 rules were made and for those that were set aside.
 
-Run it as `python benchmarks/compiler_rules.py`; it compiles nothing.
+Run it as `python benchmarks/compiler_rules.py`; it compiles nothing. With `--write` it keeps the figures in
+`compiler_rules.json`, of which the page on how autoplan works makes its table.
 """
 
 import argparse
 import contextlib
 import importlib
 import itertools
+import json
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, final
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, final
 
 import attrs
 import jax
@@ -34,9 +37,8 @@ from shardrules.programs.autoplan.solve.search import Task
 from shardrules.programs.compilers import kernels, norms, order
 from shardrules.programs.traced.program import TracedProgram, read_jaxpr
 
+FIGURES = Path(__file__).with_suffix(".json")
 PROGRAMS_ROOM = "shardrules.programs."
-
-Order: TypeAlias = Callable[[TracedProgram], tuple[int, ...]]
 
 
 @final
@@ -189,6 +191,7 @@ def line(name: str, halves: Sequence[dict[str, float]]) -> str:
     return f"{name:44}" + "  |".join(cells)
 
 
+ALL_ON = "(all rules on)"
 COLUMNS = ("near", "inside", "safe", "width", "spread", "most", "time", "tau", "chosen", "worst")
 
 
@@ -216,33 +219,36 @@ def false(*_: Any, **__: Any) -> bool:
     return False
 
 
+def orders(gpus: Sequence[order.Order], others: Sequence[order.Order]) -> tuple[tuple[str, Any], ...]:
+    """Pairs up the orders of GPUs, and of TPUs and CPUs, with their places."""
+    places = [f"compilers.compiler:{name}Compiler.orders" for name in ("Gpu", "Tpu", "Cpu")]
+    return off(places[0], gpus, places[1], others, places[2], others)
+
+
 def rules() -> list[Rule]:
     """All rules."""
-
-    def orders(likeliest: Order, *others: Order) -> Any:
-        value = lambda self, program: likeliest(program)  # noqa: E731
-        values = lambda self, program: tuple(order(program) for order in others)  # noqa: E731
-        classes = ("compilers.compiler:GpuCompiler", "compilers.compiler:TpuCompiler")
-        return tuple(pair for name in classes for pair in ((f"{name}.order", value), (f"{name}.other_orders", values)))
-
+    late, early, written = order.late_order, order.early_order, order.program_order
     cost = "autoplan.graph.compute_cost:"
     no_norms = classmethod(lambda cls, program, written, device_count: norms.NormGradients({}, {}))
     return [
         Rule("rows kept on chip share a read", off("compilers.fusion:_join_rows", nothing)),
         Rule("an optimizer is one kernel", off("compilers.fusion:_join_optimizer", nothing)),
         Rule("dots with vectors are reordered", off("compilers.compiler:GpuCompiler.reads_in_order", False)),
+        Rule("summed dims are put last", off("compilers.compiler:GpuCompiler.moves_summed_dims", False)),
         Rule("swapped dims are views", off("compilers.kernels:_is_free_transpose", false)),
         Rule("short rows are on chip", off("compilers.fusion:reduced_rows", no_items)),
         Rule("values of series are written", off("compilers.fusion:with_series", lambda program, written: written)),
         Rule("products for gradients of norms are written", off("compilers.norms:NormGradients.of", no_norms)),
-        Rule("order as written", orders(order.late_order, order.early_order)),
-        Rule("early updates", orders(order.late_order, order.program_order)),
-        Rule("late matmuls", orders(order.early_order, order.program_order)),
+        Rule("order as written", orders((late, early), (early,))),
+        Rule("early updates", orders((late, written), (written,))),
+        Rule("late matmuls", orders((early, written), (early, written))),
         Rule("chains write over what they read", off("autoplan.solve.memory:_overwrites", false)),
         Rule("results are written over arguments", off("autoplan.solve.memory:_overwritten", no_dict)),
         Rule("updates are in place", off("autoplan.solve.memory:_updated", no_dict)),
         Rule("ragged matmuls copy rows", off("autoplan.solve.memory:_expansion_stays", no_items)),
         Rule("zeros of one shape are made together", off("autoplan.solve.memory:_zeros", no_dict)),
+        Rule("stacks need no zeros", off("compilers.compiler:TpuCompiler.fills_stacks", True)),
+        Rule("what leaves loops is narrowed", off("compilers.compiler:TpuCompiler.narrows", False)),
         Rule("what branches take stays", off("autoplan.solve.memory:_branch_ends", no_dict)),
         Rule("short rows are gathered slowly", off(cost + "ROW_BYTES", 0)),
         Rule("reductions of apart dims launch more", off("compilers.compiler:GpuCompiler.splits_reductions", False)),
@@ -277,6 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--targets", nargs="*", choices=TARGETS, default=list(TARGETS), metavar="TARGET")
     parser.add_argument("--plans", action="store_true", help="show what the model says of every plan")
     parser.add_argument("--rules", nargs="*", help="only rules whose names contain one of these")
+    parser.add_argument("--write", action="store_true", help="keep the figures of these targets for the page")
     options = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
@@ -290,17 +297,21 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"\n{target}: {len(halves[0])} programs seen, {len(halves[1])} set aside")
         print(f"{'without':44}" + "  |".join(["".join(f"{column:>8}" for column in COLUMNS)] * 2))
 
-        print(line("(all rules on)", measured(halves, near)), flush=True)
+        figures = {ALL_ON: measured(halves, near)}
+        print(line(ALL_ON, figures[ALL_ON]), flush=True)
         for rule in rules():
             if options.rules and not any(word in rule.name for word in options.rules):
                 continue
             start = time.monotonic()
             try:
                 with rule.off():
-                    figures = measured(halves, near)
-                print(line(rule.name, figures), f"  {time.monotonic() - start:.0f} s", flush=True)
+                    figures[rule.name] = measured(halves, near)
+                print(line(rule.name, figures[rule.name]), f"  {time.monotonic() - start:.0f} s", flush=True)
             except Exception as error:  # noqa: BLE001
                 print(f"{rule.name:44}{type(error).__name__}: {error!s:.120}", flush=True)
+        if options.write:
+            kept = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+            FIGURES.write_text(json.dumps({**kept, str(target): figures}, indent=1) + "\n")
     return 0
 
 

@@ -22,6 +22,7 @@ from shardrules.programs.autoplan.answer.frontier import Frontier, FrontierPoint
 from shardrules.programs.autoplan.answer.plan import AutoPlan, Candidate, CompiledPlan
 from shardrules.programs.autoplan.answer.report import AutoPlanReport
 from shardrules.programs.autoplan.run.replay import PlannedFunction
+from shardrules.programs.autoplan.solve.peak import Certainty, Peak
 from shardrules.programs.compiled.collectives import Collective, Total
 from shardrules.programs.compiled.kernel_costs import KernelCost
 from shardrules.programs.costs.schedule import LineTime
@@ -58,6 +59,7 @@ __all__ = [
     "Block",
     "Blocks",
     "Candidate",
+    "Certainty",
     "Change",
     "Collective",
     "CollectivesChange",
@@ -81,6 +83,7 @@ __all__ = [
     "MemoryUse",
     "MissingPart",
     "ModuleCost",
+    "Peak",
     "Picture",
     "PipelineTimes",
     "PlacedBatches",

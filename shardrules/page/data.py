@@ -206,7 +206,7 @@ def autoplan_data(report: AutoPlanReport) -> dict[str, Any]:
             ["time", f"{1000 * report.cost:.4g} ms a call, {1000 * report.bound:.4g} ms at the least"],
             ["compute", f"{1000 * report.time.compute_seconds:.4g} ms"],
             ["communication", f"{1000 * report.time.communication_seconds:.4g} ms"],
-            ["memory", f"{bytes_text(report.peak_bytes)} of {bytes_text(report.memory_limit)}"],
+            ["memory", f"{report.peak} of {bytes_text(report.memory_limit)}"],
             ["wire", sent],
         ],
         "split_dims": [attrs.asdict(dim) for dim in report.split_dims],

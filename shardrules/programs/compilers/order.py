@@ -7,26 +7,29 @@ gradients of weights, to the end. The arrays that these matmuls read stay in mem
 
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, final
 
 import attrs
 
 from shardrules.programs.traced.program import TracedProgram
 
+Order: TypeAlias = Callable[[TracedProgram], tuple[int, ...]]
+"""Returns for each operation its position."""
+
 
 def program_order(program: TracedProgram) -> tuple[int, ...]:
-    """For each operation its position as it is written."""
+    """Operations run as they are written."""
     return tuple(range(len(program.operations)))
 
 
 def early_order(program: TracedProgram) -> tuple[int, ...]:
-    """For each operation its position if what no matmul needs runs as soon as it can."""
+    """What no matmul needs, such as the update of a parameter, runs as soon as it can."""
     return _Order(program, puts_off=False).positions()
 
 
 def late_order(program: TracedProgram) -> tuple[int, ...]:
-    """The same if matmuls that no other matmul needs run last.
+    """Matmuls that no other needs, such as gradients of weights, run last; what none needs, as soon as it can.
 
     The whole program is ordered like that, and so is the body of each loop. A loop itself counts as one operation.
     """

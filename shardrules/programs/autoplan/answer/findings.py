@@ -203,8 +203,9 @@ def time_is_up(time_limit: float, gap: float) -> Finding:
 
 def may_not_fit(call: Call, limit_bytes: int, peak: Peak, pinned: Sequence[int], costs: PinCosts) -> Finding:
     """Returns the finding that no plan was found that fits by the model: whether pins are behind it, and what to do."""
-    message = f"no plan was found that fits in {bytes_text(limit_bytes)} by the model; this one is modelled to take "
-    message += f"{bytes_text(peak.at_least)} to {bytes_text(peak.at_most)}"
+    message = (
+        f"no plan was found that fits in {bytes_text(limit_bytes)} by the model; this one is modelled to take {peak}"
+    )
     remedy = "Pass prove=True to ask the compiler; use more devices, a smaller batch, or jax.checkpoint"
     if pinned and costs.free_seconds is not None:
         # Those that take most memory come first: they are the likely reason.
@@ -227,8 +228,7 @@ def near_the_limit(limit_bytes: int, peak: Peak, is_tight: bool = False) -> Find
     return Finding(
         "note",
         "near-the-limit",
-        f"modelled to take {bytes_text(peak.at_least)} to {bytes_text(peak.at_most)} of {bytes_text(limit_bytes)}, as "
-        f"the compiler decides{saved}",
+        f"modelled to take {peak} of {bytes_text(limit_bytes)}, as the compiler decides{saved}",
         remedy="Pass prove=True to ask the compiler",
     )
 

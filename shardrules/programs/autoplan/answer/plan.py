@@ -404,7 +404,7 @@ class AutoPlan:
         sent = ", ".join(f"{kind} {bytes_text(sent)}" for kind, sent in self.sent_bytes.items() if sent)
         source = " as compiled" if self.is_compiled else ""
         host = f" and {bytes_text(on_host)} of the host" if on_host else ""
-        memory = f"{self._peak_text()}{source} of {bytes_text(self.memory_limit)}{host}"
+        memory = f"{self.peak}{source} of {bytes_text(self.memory_limit)}{host}"
         yield f"memory {memory}; on the wire {sent or 'nothing'}"
         if self.price_of_memory:
             percent = self.memory_limit // 100
@@ -412,10 +412,6 @@ class AutoPlan:
             yield f"1 % more memory ({bytes_text(percent)}) would save about {saved:.3g} ms a call"
         if self.split_dims:
             yield "; ".join(map(str, self.split_dims))
-
-    def _peak_text(self) -> str:
-        least, most = bytes_text(self.peak.at_least), bytes_text(self.peak.at_most)
-        return least if least == most else f"{least} to {most}"
 
     def _status_text(self) -> str:
         if not self.is_expected_to_fit:

@@ -15,6 +15,7 @@ from shardrules.programs.autoplan.answer.findings import Remarks
 from shardrules.programs.autoplan.answer.frontier import FrontierPoint
 from shardrules.programs.autoplan.answer.plan import AutoPlan, Candidate, CompiledPlan, Status
 from shardrules.programs.autoplan.answer.version import AUTOPLAN
+from shardrules.programs.autoplan.solve.peak import Peak
 from shardrules.programs.costs.step_time import StepTime
 
 _Report = TypeVar("_Report")
@@ -43,7 +44,7 @@ class AutoPlanReport:
     time: StepTime
     sent_bytes: tuple[tuple[str, int], ...]
     """The bytes that a device sends in one call, by kind of collective."""
-    peak_bytes: int
+    peak: Peak
     memory_limit: int
     price_of_memory: float
     """The seconds that one more byte of memory would save."""
@@ -73,7 +74,7 @@ class AutoPlanReport:
             bound=planned.bound,
             time=planned.step_time,
             sent_bytes=tuple(planned.sent_bytes.items()),
-            peak_bytes=planned.peak_bytes,
+            peak=planned.peak,
             memory_limit=planned.memory_limit,
             price_of_memory=planned.price_of_memory,
             split_dims=planned.split_dims,

@@ -5,6 +5,7 @@ from typing import Self, final
 
 import attrs
 
+from shardrules.core.text import bytes_text
 from shardrules.programs.autoplan.solve.solver import LIMIT_TOLERANCE
 
 
@@ -23,11 +24,21 @@ class Certainty(enum.StrEnum):
 @final
 @attrs.frozen
 class Peak:
-    """The range of the most bytes that a device uses: the compiler decides where in it."""
+    """The range of the most bytes that a device uses: the compiler decides where in it.
+
+    ```python
+    peak = sr.autoplan(lambda w, x: x @ w, jnp.ones((64, 64)), jnp.ones((4096, 64)), mesh=sr.mesh_shape("data:8")).peak
+    assert peak.at_least <= peak.expected <= peak.at_most and peak.fit(2**20) == "certain"
+    ```
+    """
 
     at_least: float
     expected: float
     at_most: float
+
+    def __str__(self) -> str:
+        least, most = bytes_text(self.at_least), bytes_text(self.at_most)
+        return least if least == most else f"{least} to {most}"
 
     @classmethod
     def point(cls, nbytes: float) -> Self:

@@ -88,8 +88,8 @@ class Task:
         compiler, hidden_bytes = machine.compiler, machine.hardware.vector_memory_bytes
         expected = self.occupancy.peak(choice)
         needed = [nbytes - arguments for nbytes in (expected, *(each.peak(choice) for each in self.other_occupancies))]
-        least = max(0.0, compiler.least_gaps / compiler.middle_gaps * min(needed) - hidden_bytes)
-        most = compiler.most_gaps / compiler.middle_gaps * max(needed)
+        least = max(0.0, compiler.gaps[0] / compiler.middle_gaps * min(needed) - hidden_bytes)
+        most = compiler.gaps[1] / compiler.middle_gaps * max(needed)
         return Peak(arguments + least, expected, arguments + most)
 
     @functools.cached_property
@@ -126,7 +126,7 @@ class Task:
             if result is not None and result_index in feedback
         }
         problem = with_temporary_bytes(build_problem(program, machine, paths, feedback_arrays, pinned, tie))
-        return cls(problem, Occupancy.of(problem, machine.compiler.order(program)), _Others(problem))
+        return cls(problem, Occupancy.of(problem, machine.compiler.orders[0](program)), _Others(problem))
 
     def with_choice(self, result: "SearchResult", choice: tuple[int, ...]) -> "SearchResult":
         price = result.price if choice == result.choice else 0.0
@@ -463,8 +463,8 @@ class _Others:
 
     @functools.cached_property
     def occupancies(self) -> tuple[Occupancy, ...]:
-        orders = self.problem.machine.compiler.other_orders(self.problem.program)
-        return tuple(Occupancy.of(self.problem, order) for order in orders)
+        _, *orders = self.problem.machine.compiler.orders
+        return tuple(Occupancy.of(self.problem, order(self.problem.program)) for order in orders)
 
 
 @final

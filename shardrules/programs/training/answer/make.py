@@ -275,8 +275,7 @@ def _findings(
         yield Finding(
             "warning",
             "may-not-fit",
-            f"no plan was found that fits in {bytes_text(limit)} by the model; this one is modelled to take "
-            f"{bytes_text(peak.at_least)} to {bytes_text(peak.at_most)}",
+            f"no plan was found that fits in {bytes_text(limit)} by the model; this one is modelled to take {peak}",
             remedy="Pass prove=3 to ask the compiler; use more devices, or a smaller batch",
         )
     elif peak.fit(limit) != "certain":

@@ -103,7 +103,7 @@ def test_what_is_compiled_corrects_the_model(monkeypatch: pytest.MonkeyPatch) ->
     assert plan.peak_bytes == plan.compiled[index - 1].peak_bytes
     assert " as compiled of" in text
     report = sr.reports.AutoPlanReport.of(plan)
-    assert report.peak_bytes == plan.peak_bytes
+    assert report.peak == sr.reports.Peak.point(plan.peak_bytes)
     assert sr.reports.AutoPlanReport.from_json(report.to_json()).compiled == plan.compiled
 
 
