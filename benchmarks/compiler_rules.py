@@ -237,6 +237,7 @@ def rules() -> list[Rule]:
         Rule("summed dims are put last", off("compilers.compiler:GpuCompiler.moves_summed_dims", False)),
         Rule("swapped dims are views", off("compilers.kernels:_is_free_transpose", false)),
         Rule("short rows are on chip", off("compilers.fusion:reduced_rows", no_items)),
+        Rule("rows that end on chip are written", off("compilers.fusion:_normalized", no_items)),
         Rule("values of series are written", off("compilers.fusion:with_series", lambda program, written: written)),
         Rule("products for gradients of norms are written", off("compilers.norms:NormGradients.of", no_norms)),
         Rule("order as written", orders((late, early), (early,))),

@@ -27,6 +27,7 @@ from plan_models.kinds import (
     UNET_SPLITS,
     accumulation,
     decode,
+    evaluation,
     grouped_queries,
     low_rank,
     prefill,
@@ -230,6 +231,7 @@ MORE: dict[str, Model] = {
         Model("gradient_penalty", gradient_penalty, published(GAN_SPLITS, tensor=True)),
         Model("window_attention", window_attention, published(SWIN_SPLITS, tensor=True)),
         Model("depthwise_net", depthwise_net, published(NEXT_SPLITS, tensor=True)),
+        Model("evaluation", evaluation, published(SERVING, tensor=True, serving=True, stacked=LAYERS), ()),
         Model("flow", flow, published(stacked=FLOW_LAYERS)),
     )
 }

@@ -456,6 +456,24 @@ def prefill(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
     return step, (decoder(width, hidden, layers, vocab), tokens(batch, length))
 
 
+def evaluation(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
+    """The loss of a decoder without gradients, over a vocabulary that a chip can hold."""
+    width, heads, hidden, layers, vocab, length, batch = 2048, 16, 5632, 4, 16000, 256, 32 * devices
+    if smoke:
+        width, heads, hidden, layers, vocab, length, batch = 64, 4, 128, 2, 128, 16, devices
+
+    def step(p: Any, text: jax.Array) -> Any:
+        def block(x: jax.Array, w: Any) -> Any:
+            y = whole(rms_norm(x, w["norm_1"]))
+            q, k, v = (in_heads(y @ w[name], heads) for name in ("q", "k", "v"))
+            return mlp(w, residual(x + residual(attend(q, k, v, causal=True) @ w["out"]))), None
+
+        x, _ = jax.lax.scan(block, look_up(p["embed"], text[:, :-1]), p["layers"])
+        return cross_entropy(vocabulary_scores(rms_norm(x, p["norm"]), p["head"]), text[:, 1:])
+
+    return step, (decoder(width, hidden, layers, vocab), tokens(batch, length + 1))
+
+
 def decode(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
     """One more token for each sequence, with a cache that is written in place."""
     width, heads, hidden, layers, vocab, length, batch = 2048, 16, 5632, 4, 32000, 2048, 8 * devices

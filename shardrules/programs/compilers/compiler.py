@@ -34,6 +34,8 @@ class Compiler:
     """It fills memory with zeros before a loop stacks results in it."""
     narrows: ClassVar[bool] = False
     """It may keep what leaves a loop in a narrower dtype, if all that takes it converts it to that."""
+    widens_bfloat16: ClassVar[bool] = False
+    """It computes `bfloat16` in `float32`: results take twice their bytes, and arguments are copied for matmuls."""
     reads_in_order: ClassVar[bool] = False
     """Its kernels for dots with vectors read in the order of dims that the result has: what is sent along a dim other
     than the first is copied before."""
@@ -83,6 +85,7 @@ class CpuCompiler(Compiler):
 
     orders = (early_order, program_order)
     gaps = (0.9, 1.3)
+    widens_bfloat16 = True
 
 
 def compiler_of(hardware: Hardware) -> Compiler:

@@ -168,11 +168,38 @@ def _written(program: TracedProgram) -> frozenset[int]:
             written.update(operand for operand in whole_operands if operand is not None)
         if ends_chain(operation):
             written.update(operation.results)
+    written.update(_normalized(program))
     # Views of arrays that turned out to be in memory only later in that walk, as in loops, are in memory too.
     for operation in program.operations:
         if is_view(operation):
             written.update(result for operand, result in view_pairs(operation) if operand in written)
     return frozenset(written)
+
+
+def _normalized(program: TracedProgram) -> Iterator[int]:
+    """Yields rows from which a reduction of them was taken, as in a softmax, where only an element of each is used.
+
+    A kernel that keeps rows on chip ends there, so they are written.
+    """
+    sources = _sources(program)
+    users: dict[int, list[int]] = {}
+    for op_index, operation in enumerate(program.operations):
+        for operand in operation.operands:
+            if operand is not None and not is_view(operation):
+                users.setdefault(sources.get(operand, operand), []).append(op_index)
+    spread: dict[int, None] = {}  # reductions of rows, spread over the rows again
+    for operation in program.operations:
+        if reduced_rows(operation):
+            spread[operation.results[0]] = None
+            continue
+        if is_view(operation) or ends_chain(operation) or takes_whole(operation):
+            continue
+        if any(operand is not None and sources.get(operand, operand) in spread for operand in operation.operands):
+            (result,) = operation.results[:1]
+            spread[result] = None
+            taken = [program.operations[user] for user in users.get(result, ())]
+            if taken and all(user.name in PARTIAL_READS for user in taken):
+                yield result
 
 
 def _sources(program: TracedProgram) -> dict[int, int]:

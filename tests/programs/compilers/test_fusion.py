@@ -98,6 +98,19 @@ def test_a_softmax_reads_its_rows_once() -> None:
     assert bytes_read(softmax, 8, 2**15) == 4  # such rows are read again for each reduction
 
 
+def test_rows_that_a_kernel_has_on_chip_are_written_where_only_an_element_of_each_is_used() -> None:
+    def loss(x: Any, at: Any) -> Any:
+        return jnp.take_along_axis(jax.nn.log_softmax(x), at, -1).sum()
+
+    def writes_rows(shape: tuple[int, int]) -> bool:
+        program = read(loss, jnp.ones(shape), jnp.zeros((shape[0], 1), int))
+        written = FusedProgram.of(program).written - {*program.arguments}
+        return any(program.arrays[array].shape == shape for array in written)
+
+    assert writes_rows((64, 1024))
+    assert not writes_rows((8, 2**15))  # such rows are not on chip
+
+
 def test_an_optimizer_is_one_kernel_for_each_parameter() -> None:
     def step(p: Any, m: Any, g: Any) -> Any:
         m = 0.9 * m + 0.1 * g

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import attrs
+import jax.numpy as jnp
 import numpy as np
 
 from shardrules.programs.autoplan.graph.home import Home, project
@@ -60,6 +61,8 @@ class Copy:
     """The last operation at which it may be needed, if others take the same copy."""
     is_fused: bool = False
     """It is read in the kernel that computes it: only the part that other devices send is in memory then."""
+    width: int = 1
+    """The bytes that it takes, over those of its dtype."""
 
 
 @final
@@ -89,6 +92,7 @@ class Occupancy:
             *_argument_stays(problem),
             *_result_stays(problem, positions, spans, last_uses, overwritten, updated),
             *_expansion_stays(problem, positions),
+            *_widened_stays(problem, positions),
             *_region_stays(problem, positions),
         )
         copies = _copies(problem, positions, spans, last_uses, updated)
@@ -144,7 +148,7 @@ class Occupancy:
                 continue
             key = (copy.array, target.tobytes())
             first, last, _ = spans.get(key, (copy.first, copy.last, 0.0))
-            nbytes = edge.nbytes / float(shard_counts(target[None], problem.machine)[0])
+            nbytes = copy.width * edge.nbytes / float(shard_counts(target[None], problem.machine)[0])
             spans[key] = (min(first, copy.first), max(last, copy.last), nbytes)
         return [((first, last), nbytes) for first, last, nbytes in spans.values()]
 
@@ -174,7 +178,7 @@ class Occupancy:
                 continue
             counted_arrays[copy.array] = None
             edge = problem.edges[copy.edge]
-            sizes = edge.nbytes / shard_counts(edge.to_layouts, problem.machine)
+            sizes = copy.width * edge.nbytes / shard_counts(edge.to_layouts, problem.machine)
             copy_bytes[copy.edge] = copy_bytes.get(copy.edge, 0.0) + sizes * self.temporaries
         return MemoryConstraint(layout_bytes, copy_bytes, self.fixed_bytes, limit_bytes)
 
@@ -268,6 +272,7 @@ def _result_stays(
             if home is None or result in problem.feedback:  # written over the argument, which is counted
                 continue
             nbytes = program.arrays[result].device_bytes * fusion.gradients.widths.get(result, 1)
+            nbytes *= _width(problem, result)
             if operation.role == "return":
                 yield Stay(home, nbytes, here + 1, len(program.operations))  # until then the operand is counted
                 continue
@@ -341,6 +346,25 @@ def _expansion_stays(problem: Problem, positions: _Positions) -> Iterator[Stay]:
         # The copies of one depth are made together, by the first matmul that takes any of them.
         first = min(positions[op_index] for op_index in expansion.alongside)
         yield Stay(home, nbytes, first, max(positions[op_index] for op_index in expansion.users))
+
+
+def _width(problem: Problem, array: int) -> int:
+    """Returns the bytes that a result of the compiler's takes, over those of its dtype."""
+    is_narrow = problem.program.arrays[array].dtype == jnp.bfloat16
+    return 2 if is_narrow and problem.machine.compiler.widens_bfloat16 else 1
+
+
+def _widened_stays(problem: Problem, positions: _Positions) -> Iterator[Stay]:
+    """Yields the wider copies of arguments that matmuls take."""
+    program = problem.program
+    for (op_index, operand_index), home in problem.operand_homes.items():
+        operand, here = program.operations[op_index].operands[operand_index], positions[op_index]
+        if operand is None or not program.operations[op_index].flops:
+            continue
+        source = problem.fusion.sources.get(operand, operand)
+        width = _width(problem, source)
+        if width > 1 and source in program.arguments:
+            yield Stay(home, width * program.arrays[operand].nbytes, here, here)
 
 
 def _region_stays(problem: Problem, positions: _Positions) -> Iterator[Stay]:
@@ -443,7 +467,8 @@ def _copies(
             if operand_index == 0 and operation.results and operation.results[0] in updated:
                 until = max(until, last_updates[updated[operation.results[0]]])
             array = (operand, region)
-            copies.append(Copy(array, problem.edge_indices[op_index, operand_index], here, until, until, is_fused))
+            edge_index = problem.edge_indices[op_index, operand_index]
+            copies.append(Copy(array, edge_index, here, until, until, is_fused, _width(problem, operand)))
             kept_until[array] = max(kept_until.get(array, 0), until)
     return tuple(attrs.evolve(copy, until=kept_until[copy.array]) for copy in copies)
 

@@ -185,6 +185,28 @@ def test_what_nothing_waits_for_is_put_off_on_gpus() -> None:
     assert peak("cuda:h100") > 1.15 * peak("tpu:v5e")
 
 
+def test_cpus_compute_bfloat16_in_float32() -> None:
+    """Intermediate results take twice the memory there, and a matmul takes a wider copy of an argument."""
+
+    def temporary_bytes(hardware: str, dtype: Any) -> float:
+        args = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((2048, 1024), (1024, 1024), (1024, 16))]
+        plan = sr.autoplan(
+            lambda x, v, w: (x @ v) @ w,
+            *args,
+            mesh=sr.mesh_shape("data:4"),
+            hardware=hardware,
+            pins=sr.RegexShardingRule([("^x$", P("data"))]),
+            assumptions=sr.Assumptions(temporaries=1.0),
+        )
+        occupancy = plan.task.occupancy
+        return occupancy.peak(plan.choice) - occupancy.argument_bytes(plan.choice)
+
+    wide, narrow, copied = 512 * 1024 * 4, 512 * 1024 * 2, (512 * 1024 + 1024 * 1024) * 4
+    assert temporary_bytes("cpu", jnp.float32) == pytest.approx(wide, rel=0.1)
+    assert temporary_bytes("cuda:h100", jnp.bfloat16) == pytest.approx(narrow, rel=0.1)
+    assert temporary_bytes("cpu", jnp.bfloat16) == pytest.approx(wide + copied, rel=0.1)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", STEPS)
 def test_the_peak_is_near_the_compilers_on_cpus(name: str) -> None:
