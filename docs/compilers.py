@@ -51,7 +51,7 @@ def known_table() -> str:
             ]
         else:
             cells = [
-                ("no", "yes")[value] if isinstance(value, bool) else " to ".join(map(str, value)) for value in values
+                ("no", "yes")[value] if isinstance(value, bool) else ", ".join(map(str, value)) for value in values
             ]
             lines.append(f"| {text} (`{name}`) | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -27,7 +27,7 @@ from shardrules.programs.compilers.kernels import (
     takes_whole,
     view_pairs,
 )
-from shardrules.programs.compilers.norms import NormGradients, with_series
+from shardrules.programs.compilers.norms import NormGradients, with_costly
 from shardrules.programs.traced.program import Operation, TracedProgram
 from shardrules.programs.traced.unions import Unions
 
@@ -50,9 +50,9 @@ class FusedProgram:
     gradients: NormGradients
 
     @classmethod
-    def of(cls, program: TracedProgram, device_count: int = 1) -> "FusedProgram":
+    def of(cls, program: TracedProgram, device_count: int = 1, *, keeps_costly: bool = False) -> "FusedProgram":
         """Returns what a compiler makes of a program that runs on some devices."""
-        written = with_series(program, _written(program))
+        written = with_costly(program, _written(program), keeps_costly)
         gradients = NormGradients.of(program, written, device_count)
         written |= gradients.siblings.keys()
         sources = _sources(program)

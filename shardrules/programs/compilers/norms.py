@@ -1,4 +1,4 @@
-"""The arrays that compilers write although other kernels could compute them again: values of long series, and what
+"""The arrays that compilers write although other kernels could compute them again: what is costly to compute, and what
 gradients of norms over several dims add up."""
 
 import itertools
@@ -18,20 +18,24 @@ take little time, but the series does."""
 
 _NARROW = 2
 
+_COSTLY = _SERIES | {"exp", "exp2", "expm1", "log", "logistic", "div", "rem", "pow", "sqrt", "rsqrt", "sin", "cos"}
+"""Elementwise primitives that XLA for CPUs never computes in several kernels."""
+
 FEW_COLUMNS = 3000
 """The most results of the first step of such a sum on a device for which its operand is written: each kernel keeps 32
 of them, and a GPU with fewer kernels than cores takes long to compute. Of programs that were compiled for H100s, all
 with 2,048 wrote it, none with 4,096 did."""
 
 
-def with_series(program: TracedProgram, written: frozenset[int]) -> frozenset[int]:
-    """Adds the values of long series that several kernels take."""
+def with_costly(program: TracedProgram, written: frozenset[int], keeps_costly: bool) -> frozenset[int]:
+    """Adds what several kernels take that is costly to compute in each: values of long series, or all of it."""
     kept, widths = {*written}, _read_widths(program, written)
-    find_kernels(
-        program,
-        kept,
-        lambda operation: operation.name in _SERIES and widths[operation.results[0]] <= _NARROW,
-    )
+
+    def is_kept(operation: Operation) -> bool:
+        is_series = operation.name in _SERIES and widths[operation.results[0]] <= _NARROW
+        return operation.name in _COSTLY if keeps_costly else is_series
+
+    find_kernels(program, kept, is_kept)
     for operation in program.operations:
         if is_view(operation):
             kept.update(result for operand, result in view_pairs(operation) if operand in kept)

@@ -76,7 +76,7 @@ class Machine:
     def temporaries(self) -> float:
         """The memory that intermediate results are expected to take, over their bytes."""
         assumed = self.assumptions.temporaries
-        return self.compiler.middle_gaps if assumed is None else assumed
+        return self.compiler.gaps[1] if assumed is None else assumed
 
     @classmethod
     def of(cls, mesh: AnyMesh, hardware: Hardware | None = None, assumptions: Assumptions | None = None) -> "Machine":

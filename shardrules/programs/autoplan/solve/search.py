@@ -88,8 +88,9 @@ class Task:
         compiler, hidden_bytes = machine.compiler, machine.hardware.vector_memory_bytes
         expected = self.occupancy.peak(choice)
         needed = [nbytes - arguments for nbytes in (expected, *(each.peak(choice) for each in self.other_occupancies))]
-        least = max(0.0, compiler.gaps[0] / compiler.middle_gaps * min(needed) - hidden_bytes)
-        most = compiler.gaps[1] / compiler.middle_gaps * max(needed)
+        least_gaps, likely_gaps, most_gaps = compiler.gaps
+        least = max(0.0, least_gaps / likely_gaps * min(needed) - hidden_bytes)
+        most = most_gaps / likely_gaps * max(needed)
         return Peak(arguments + least, expected, arguments + most)
 
     @functools.cached_property
