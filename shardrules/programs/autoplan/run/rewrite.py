@@ -1,7 +1,8 @@
 """A traced function with the layouts of a plan written into it, as constraints that compilers obey.
 
 Every array is constrained where an operation computes it, and again where another needs it in another layout. The
-equations stay as they are, so that what they say about the user's code stays true.
+equations stay as they are, so that what they say about the user's code stays true; but transposes of parts of sums are
+matmuls of swapped operands.
 """
 
 import functools
@@ -47,6 +48,8 @@ class OperationLayouts:
     """The split of the operation if each device is given its own."""
     row_major_spec: PartitionSpec | None = None
     """The layout of its operand, if that has to keep the order of its dims in memory."""
+    is_part: bool = False
+    """Devices hold parts of its result, which is added to others before they exchange the total."""
 
 
 def chosen_layouts(problem: Problem, choice: Sequence[int]) -> dict[_OpKey, OperationLayouts]:
@@ -86,6 +89,7 @@ def chosen_layouts(problem: Problem, choice: Sequence[int]) -> dict[_OpKey, Oper
                 results.append((spec(after, result),))
                 continue
             results.append((spec(before, result), *(spec(layout, result) for layout in relayout_steps(before, after))))
+        kept = [problem.homes.get(result) for result in operation.results]
         if operation.equation_index >= 0:
             role = operation.role if operation.role in ("enter", "join", "leave", "exit") else "compute"
             layouts[operation.equation_index, role, operation.slot] = OperationLayouts(
@@ -93,6 +97,7 @@ def chosen_layouts(problem: Problem, choice: Sequence[int]) -> dict[_OpKey, Oper
                 tuple(results),
                 _local_split(problem, choice, op_index),
                 _row_major_spec(problem, choice, op_index),
+                any(home is not None and PARTIAL in problem.layout(home, choice) for home in kept),
             )
     return layouts
 
@@ -199,6 +204,8 @@ class _Rewriter:
     mesh: AnyMesh
     equation_count: int = 0
     constraints: dict[Any, Any] = attrs.field(factory=dict)
+    products: dict[Any, Any] = attrs.field(factory=dict)
+    """The equations of matmuls, by their results in the old program."""
 
     def body(
         self, program: Jaxpr, first: Sequence[PartitionSpec | None], last: Sequence[PartitionSpec | None]
@@ -273,7 +280,12 @@ class _Rewriter:
             program = row_major_jaxpr(struct(operand), layouts.row_major_spec, self.mesh)
             writer.splice(program, [operand], equation, operands)
         if layouts.local is None:
-            writer.add(equation.replace(invars=operands))
+            written = equation.replace(invars=operands)
+            if layouts.is_part and equation.primitive.name == "transpose":
+                written = transposed_product(self.products.get(equation.invars[0]), written) or written
+            if written.primitive.name == "dot_general":
+                self.products[equation.outvars[0]] = written
+            writer.add(written)
         else:
             writer.splice(local_jaxpr(equation, layouts.local, self.mesh), operands, equation, equation.outvars)
         self.constrain_results(equation, layouts.results, writer)
@@ -334,3 +346,21 @@ class _Rewriter:
             branches.append(self.body(branch, self.specs_inside(index, "enter", slots), results))
         writer.add(with_bodies(equation, branches).replace(invars=inputs))
         self.constrain_results(equation, [() if spec is None else (spec,) for spec in results], writer)
+
+
+def transposed_product(product: Any, transpose: Any) -> Any:
+    """Returns the matmul that computes a transpose of a matmul, with its operands swapped; `None` if that is none.
+
+    Compilers let devices exchange the result of a matmul before they transpose it, and so each addend by itself.
+    """
+    if product is None or isinstance(product.params["precision"], jax.lax.DotAlgorithm):  # one has a type for each side
+        return None
+    (left_sums, right_sums), (left_batch, right_batch) = product.params["dimension_numbers"]
+    (left, right), precision = product.invars, product.params["precision"]
+    first, second, end = len(left_batch), left.aval.ndim - len(left_sums), product.outvars[0].aval.ndim
+    if transpose.params["permutation"] != (*range(first), *range(second, end), *range(first, second)):
+        return None
+    numbers = (right_sums, left_sums), (right_batch, left_batch)
+    precision = precision[::-1] if isinstance(precision, tuple) else precision
+    params = {**product.params, "dimension_numbers": numbers, "precision": precision}
+    return product.replace(invars=[right, left], outvars=transpose.outvars, params=params)

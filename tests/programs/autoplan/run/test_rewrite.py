@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 import shardrules as sr
 from shardrules.core.spec import spec_key
 from shardrules.core.tree import array_kind
-from shardrules.programs.autoplan.graph.layouts import spec_of
+from shardrules.programs.autoplan.graph.layouts import PARTIAL, spec_of
 from shardrules.programs.autoplan.graph.machine import Machine
 from shardrules.programs.autoplan.graph.problem import Problem
 from shardrules.programs.autoplan.run.call import Call, read_call
@@ -101,8 +101,8 @@ def test_equations_stay_and_use_defined_variables(case: Case) -> None:
         check_scopes(program.jaxpr)
         assert program.in_avals == call.jaxpr.in_avals
         assert program.out_avals == call.jaxpr.out_avals
-        # Where devices have parts of a sum of groups, another operation adds them up.
-        if not case.axes and case.name != "groups of channels":
+        # Where devices have parts of a sum of groups, another operation adds them up; transposes of parts are matmuls.
+        if not case.axes and case.name not in ("groups of channels", "tied embedding"):
             assert operation_list(program.jaxpr) == operation_list(call.jaxpr.jaxpr)
 
 
@@ -180,3 +180,27 @@ def test_sums_over_the_first_dims_keep_the_order_in_memory(case: Case, is_kept: 
 
 def is_constraint(equation: Any) -> bool:
     return equation.primitive.name == "sharding_constraint"
+
+
+@pytest.mark.parametrize("precision", [None, ("highest", "default")])
+def test_transposes_of_parts_are_matmuls(precision: Any) -> None:
+    """A weight that is used both ways: XLA would reduce the matmul before it is transposed, apart from the other."""
+
+    def both(x: jax.Array, y: jax.Array, z: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.dot(x.T, y, precision=precision).T + z.T @ w
+
+    arrays = [np.arange(8 * size, dtype=np.float32).reshape(8, size) / size for size in (4, 6, 6, 4)]
+    case = Case("both ways", both, lambda: tuple(arrays))
+    call, problem = read_case(case, "data:8")
+    for is_part in (True, False):
+        choice = [0] * len(problem.nodes)
+        for operation in problem.program.operations:
+            if operation.name in ("dot_general", "transpose", "add"):
+                rows = problem.nodes[problem.homes[operation.results[0]].node].layouts.tolist()
+                if is_part and [PARTIAL] in rows:
+                    choice[problem.homes[operation.results[0]].node] = rows.index([PARTIAL])
+        program = rewrite(call, problem, choice, "data:8")
+        # The first matmul is left for compilers to drop.
+        assert operation_names(program.jaxpr).count("dot_general") == (3 if is_part else 2)
+        with jax.set_mesh(sr.create_mesh("data:8")):
+            np.testing.assert_allclose(jax.jit(jaxpr_as_fun(program))(*arrays)[0], both(*arrays), rtol=1e-5)
