@@ -222,7 +222,8 @@ def false(*_: Any, **__: Any) -> bool:
 def orders(gpus: Sequence[order.Order], others: Sequence[order.Order]) -> tuple[tuple[str, Any], ...]:
     """Pairs up the orders of GPUs, and of TPUs and CPUs, with their places."""
     places = [f"compilers.compiler:{name}Compiler.orders" for name in ("Gpu", "Tpu", "Cpu")]
-    return off(places[0], gpus, places[1], others, places[2], others)
+    on_gpus, on_others = property(lambda self: gpus), property(lambda self: others)
+    return off(places[0], on_gpus, places[1], on_others, places[2], on_others)
 
 
 def rules() -> list[Rule]:

@@ -12,7 +12,7 @@ from shardrules.programs.compilers.compiler import Compiler, CpuCompiler, GpuCom
 
 KNOWN_MARK = "<!-- the compilers -->"
 WORTH_MARK = "<!-- the worth of rules -->"
-KINDS: dict[str, type[Compiler]] = {"GPUs": GpuCompiler, "TPUs": TpuCompiler, "CPUs": CpuCompiler}
+KINDS: dict[str, Compiler] = {"GPUs": GpuCompiler(), "TPUs": TpuCompiler(), "CPUs": CpuCompiler()}
 FIGURES = Path(__file__).parents[1] / "benchmarks" / "compiler_rules.json"
 
 
@@ -38,22 +38,14 @@ def attribute_texts() -> dict[str, str]:
 
 def known_table() -> str:
     """What each compiler does, as markdown."""
-    texts = attribute_texts()
     lines = [f"| | {' | '.join(KINDS)} |", f"|---|{'---|' * len(KINDS)}"]
-    for name, text in texts.items():
+    for place, orders in enumerate(itertools.zip_longest(*(kind.orders for kind in KINDS.values()))):
+        cells = [sentence(order.__doc__) if order else "" for order in orders]
+        lines.append(f"| {'Another order' if place else 'Likeliest order'} | {' | '.join(cells)} |")
+    for name, text in attribute_texts().items():
         values = [getattr(kind, name) for kind in KINDS.values()]
-        if name == "orders":
-            lines += [
-                f"| {'Likeliest order' if place == 0 else 'Another order'} | "
-                + " | ".join(sentence(orders[place].__doc__) if place < len(orders) else "" for orders in values)
-                + " |"
-                for place in range(max(map(len, values)))
-            ]
-        else:
-            cells = [
-                ("no", "yes")[value] if isinstance(value, bool) else ", ".join(map(str, value)) for value in values
-            ]
-            lines.append(f"| {text} (`{name}`) | {' | '.join(cells)} |")
+        cells = [("no", "yes")[value] if isinstance(value, bool) else ", ".join(map(str, value)) for value in values]
+        lines.append(f"| {text} (`{name}`) | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -197,8 +197,8 @@ def _normalized(program: TracedProgram) -> Iterator[int]:
         if any(operand is not None and sources.get(operand, operand) in spread for operand in operation.operands):
             (result,) = operation.results[:1]
             spread[result] = None
-            taken = [program.operations[user] for user in users.get(result, ())]
-            if taken and all(user.name in PARTIAL_READS for user in taken):
+            readers = [program.operations[user] for user in users.get(result, ())]
+            if readers and all(reader.name in PARTIAL_READS for reader in readers):
                 yield result
 
 

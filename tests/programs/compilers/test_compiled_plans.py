@@ -26,4 +26,4 @@ def test_most_compiled_peaks_are_in_the_range(device: str, share: float, monkeyp
         assert sum(point.is_inside for point in free) >= share * len(free)
     assert free
     assert all(point.peak.at_least <= point.peak.expected <= point.peak.at_most for point in free)
-    assert all(0.5 < point.ratio < 2 for point in free)
+    assert all(0.4 < point.ratio < 2.5 for point in free)

@@ -186,7 +186,7 @@ def is_constraint(equation: Any) -> bool:
 def test_transposes_of_parts_are_matmuls(precision: Any) -> None:
     """A weight that is used both ways: XLA would reduce the matmul before it is transposed, apart from the other."""
 
-    def both(x: jax.Array, y: jax.Array, z: jax.Array, w: jax.Array) -> jax.Array:
+    def both(x: Any, y: Any, z: Any, w: Any) -> Any:
         return jax.lax.dot(x.T, y, precision=precision).T + z.T @ w
 
     arrays = [np.arange(8 * size, dtype=np.float32).reshape(8, size) / size for size in (4, 6, 6, 4)]
