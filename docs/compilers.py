@@ -49,19 +49,30 @@ def known_table() -> str:
     return "\n".join(lines)
 
 
+COLUMNS = {
+    "near": ("near", "{:.0%}"),
+    "inside": ("in the range", "{:.0%}"),
+    "time": ("error of times", "{:.1%}"),
+    "tau": ("order", "{:.2f}"),
+}
+"""The figures of `compiler_rules.py` that are shown, with their headings and forms."""
+
+
 def worth_table() -> str:
-    """The figures of the model with all rules, and without each, over the programs that were set aside."""
-    figures = json.loads(FIGURES.read_text())
-    names = list(dict.fromkeys(name for rules in figures.values() for name in rules))
-    columns = {"near": "{:.0%}", "inside": "{:.0%}", "worst": "{:.2f}"}
-    lines = [
-        f"| Without | {' | '.join(f'`{target}`: near | in the range | worst plan' for target in figures)} |",
-        f"|---|{'--:|' * len(columns) * len(figures)}",
-    ]
-    for name in names:
-        cells = []
-        for rules in figures.values():
-            aside = rules.get(name, [{}, {}])[1]
-            cells += [form.format(aside[column]) if column in aside else "" for column, form in columns.items()]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    """What the figures of each compiler are without each rule that moves them, for either half of the programs."""
+    parts = []
+    for target, figures in json.loads(FIGURES.read_text()).items():
+        rows = {name: [cell for half in halves for cell in cells(half)] for name, halves in figures.items()}
+        (name, everything), *rest = rows.items()
+        moving = {rule: row for rule, row in rest if row != everything}
+        headings = [f"{half}: {heading}" for half in ("seen", "aside") for heading, _ in COLUMNS.values()]
+        parts += ["", f"For `{target}`:", "", f"| Without | {' | '.join(headings)} |", f"|---|{'--:|' * len(headings)}"]
+        parts += [f"| {rule} | {' | '.join(row)} |" for rule, row in {name: everything, **moving}.items()]
+        still = [rule for rule, _ in rest if rule not in moving]
+        parts += ["", f"Nothing there is moved by: {'; '.join(still)}."] * bool(still)
+    return "\n".join(parts)
+
+
+def cells(half: dict[str, float]) -> list[str]:
+    """The shown figures of a half of the programs."""
+    return [form.format(half[column]) for column, (_, form) in COLUMNS.items()]
