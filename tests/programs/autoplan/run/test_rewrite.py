@@ -102,7 +102,7 @@ def test_equations_stay_and_use_defined_variables(case: Case) -> None:
         assert program.in_avals == call.jaxpr.in_avals
         assert program.out_avals == call.jaxpr.out_avals
         # Where devices have parts of a sum of groups, another operation adds them up; transposes of parts are matmuls.
-        if not case.axes and case.name not in ("groups of channels", "tied embedding"):
+        if not case.axes and case.name not in ("groups of channels", "tied embedding", "lstm"):
             assert operation_list(program.jaxpr) == operation_list(call.jaxpr.jaxpr)
 
 
