@@ -19,7 +19,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -279,6 +279,17 @@ def measured(halves: Sequence[Sequence[Case]], near: float) -> list[dict[str, fl
     return [summary([points(case) for case in half], near) for half in halves]
 
 
+def write_figures(figures: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes what was measured for each target, a rule on each line."""
+    parts = [
+        f"{json.dumps(target)}: {{\n"
+        + ",\n".join(f"{json.dumps(name)}: {json.dumps(halves)}" for name, halves in rules_off.items())
+        + "\n}"
+        for target, rules_off in figures.items()
+    ]
+    FIGURES.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(description="What each rule about a compiler is worth.")
@@ -306,15 +317,11 @@ def main(arguments: list[str] | None = None) -> int:
             if options.rules and not any(word in rule.name for word in options.rules):
                 continue
             start = time.monotonic()
-            try:
-                with rule.off():
-                    figures[rule.name] = measured(halves, near)
-                print(line(rule.name, figures[rule.name]), f"  {time.monotonic() - start:.0f} s", flush=True)
-            except Exception as error:  # noqa: BLE001
-                print(f"{rule.name:44}{type(error).__name__}: {error!s:.120}", flush=True)
+            with rule.off():
+                figures[rule.name] = measured(halves, near)
+            print(line(rule.name, figures[rule.name]), f"  {time.monotonic() - start:.0f} s", flush=True)
         if options.write:
-            kept = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
-            FIGURES.write_text(json.dumps({**kept, str(target): figures}, indent=1) + "\n")
+            write_figures({**json.loads(FIGURES.read_text()), str(target): figures})
     return 0
 
 

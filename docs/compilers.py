@@ -18,7 +18,10 @@ FIGURES = Path(__file__).parents[1] / "benchmarks" / "compiler_rules.json"
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
     """The page with the tables at the marks; mkdocs calls this for every page."""
-    return markdown.replace(KNOWN_MARK, known_table()).replace(WORTH_MARK, worth_table())
+    for mark, table in ((KNOWN_MARK, known_table), (WORTH_MARK, worth_table)):
+        if mark in markdown:
+            markdown = markdown.replace(mark, table())
+    return markdown
 
 
 def sentence(text: str) -> str:

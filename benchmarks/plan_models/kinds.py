@@ -438,6 +438,13 @@ def low_rank(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
     return train_step(loss), args
 
 
+def _layer(w: Any, x: jax.Array, heads: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """A layer of a decoder; also its keys and values."""
+    y = whole(rms_norm(x, w["norm_1"]))
+    q, k, v = (in_heads(y @ w[name], heads) for name in ("q", "k", "v"))
+    return mlp(w, residual(x + residual(attend(q, k, v, causal=True) @ w["out"]))), (k, v)
+
+
 def prefill(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
     """The first pass over prompts, which fills the cache of keys and values."""
     width, heads, hidden, layers, vocab, length, batch = 2048, 16, 5632, 4, 32000, 2048, 2 * devices
@@ -445,12 +452,7 @@ def prefill(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
         width, heads, hidden, layers, vocab, length, batch = 64, 4, 128, 2, 128, 16, devices
 
     def step(p: Any, text: jax.Array) -> Any:
-        def block(x: jax.Array, w: Any) -> Any:
-            y = whole(rms_norm(x, w["norm_1"]))
-            q, k, v = (in_heads(y @ w[name], heads) for name in ("q", "k", "v"))
-            return mlp(w, residual(x + residual(attend(q, k, v, causal=True) @ w["out"]))), (k, v)
-
-        x, cache = jax.lax.scan(block, look_up(p["embed"], text), p["layers"])
+        x, cache = jax.lax.scan(lambda x, w: _layer(w, x, heads), look_up(p["embed"], text), p["layers"])
         return _scores(x[:, -1], p), cache
 
     return step, (decoder(width, hidden, layers, vocab), tokens(batch, length))
@@ -463,12 +465,8 @@ def evaluation(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
         width, heads, hidden, layers, vocab, length, batch = 64, 4, 128, 2, 128, 16, devices
 
     def step(p: Any, text: jax.Array) -> Any:
-        def block(x: jax.Array, w: Any) -> Any:
-            y = whole(rms_norm(x, w["norm_1"]))
-            q, k, v = (in_heads(y @ w[name], heads) for name in ("q", "k", "v"))
-            return mlp(w, residual(x + residual(attend(q, k, v, causal=True) @ w["out"]))), None
-
-        x, _ = jax.lax.scan(block, look_up(p["embed"], text[:, :-1]), p["layers"])
+        embedded = look_up(p["embed"], text[:, :-1])
+        x, _ = jax.lax.scan(lambda x, w: (_layer(w, x, heads)[0], None), embedded, p["layers"])
         return cross_entropy(vocabulary_scores(rms_norm(x, p["norm"]), p["head"]), text[:, 1:])
 
     return step, (decoder(width, hidden, layers, vocab), tokens(batch, length + 1))

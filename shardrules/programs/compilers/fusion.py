@@ -52,14 +52,15 @@ class FusedProgram:
     @classmethod
     def of(cls, program: TracedProgram, device_count: int = 1, *, keeps_costly: bool = False) -> "FusedProgram":
         """Returns what a compiler makes of a program that runs on some devices."""
-        written = with_costly(program, _written(program), keeps_costly)
+        sources = _sources(program)
+        takers = _takers(program, sources)
+        written = with_costly(program, _written(program, sources, takers), keeps_costly)
         gradients = NormGradients.of(program, written, device_count)
         written |= gradients.siblings.keys()
-        sources = _sources(program)
         kernels_of = find_kernels(program, {*written})
         joined = Unions[int]()  # kernels that are one, by the operations at which they end
         _join_optimizer(program, kernels_of, sources, joined)
-        _join_rows(program, kernels_of, sources, written, joined)
+        _join_rows(program, kernels_of, sources, takers, written, joined)
         read_counts: dict[tuple[int, int], int] = {}
         counted: set[tuple[int, int]] = set()
         for op_index, operation in enumerate(program.operations):
@@ -155,7 +156,7 @@ def _update(operation: Operation) -> int:
     return chosen
 
 
-def _written(program: TracedProgram) -> frozenset[int]:
+def _written(program: TracedProgram, sources: Mapping[int, int], takers: Mapping[int, list[int]]) -> frozenset[int]:
     """The arrays in memory. The walk goes backwards, because an array has to be in memory if a view of it has to be."""
     written: set[int] = {*program.arguments, *program.constants, *program.kept}
     for operation in reversed(program.operations):
@@ -168,7 +169,7 @@ def _written(program: TracedProgram) -> frozenset[int]:
             written.update(operand for operand in whole_operands if operand is not None)
         if ends_chain(operation):
             written.update(operation.results)
-    written.update(_normalized(program))
+    written.update(_normalized(program, sources, takers))
     # Views of arrays that turned out to be in memory only later in that walk, as in loops, are in memory too.
     for operation in program.operations:
         if is_view(operation):
@@ -176,29 +177,23 @@ def _written(program: TracedProgram) -> frozenset[int]:
     return frozenset(written)
 
 
-def _normalized(program: TracedProgram) -> Iterator[int]:
+def _normalized(program: TracedProgram, sources: Mapping[int, int], takers: Mapping[int, list[int]]) -> Iterator[int]:
     """Yields rows from which a reduction of them was taken, as in a softmax, where only an element of each is used.
 
     A kernel that keeps rows on chip ends there, so they are written.
     """
-    sources = _sources(program)
-    users: dict[int, list[int]] = {}
-    for op_index, operation in enumerate(program.operations):
-        for operand in operation.operands:
-            if operand is not None and not is_view(operation):
-                users.setdefault(sources.get(operand, operand), []).append(op_index)
-    spread: dict[int, None] = {}  # reductions of rows, spread over the rows again
+    spread = set[int]()  # reductions of rows, spread over the rows again
     for operation in program.operations:
         if reduced_rows(operation):
-            spread[operation.results[0]] = None
+            spread.add(operation.results[0])
             continue
         if is_view(operation) or ends_chain(operation) or takes_whole(operation):
             continue
         if any(operand is not None and sources.get(operand, operand) in spread for operand in operation.operands):
-            (result,) = operation.results[:1]
-            spread[result] = None
-            readers = [program.operations[user] for user in users.get(result, ())]
-            if readers and all(reader.name in PARTIAL_READS for reader in readers):
+            result = operation.results[0]
+            spread.add(result)
+            names = [program.operations[taker].name for taker in takers.get(result, ())]
+            if names and all(name in PARTIAL_READS for name in names):
                 yield result
 
 
@@ -209,6 +204,18 @@ def _sources(program: TracedProgram) -> dict[int, int]:
             for operand, result in view_pairs(operation):
                 sources[result] = sources.get(operand, operand)
     return sources
+
+
+def _takers(program: TracedProgram, sources: Mapping[int, int]) -> dict[int, list[int]]:
+    """Returns for each array the operations that take it, or a view of it."""
+    takers: dict[int, list[int]] = {}
+    for op_index, operation in enumerate(program.operations):
+        if is_view(operation):
+            continue
+        for operand in operation.operands:
+            if operand is not None:
+                takers.setdefault(sources.get(operand, operand), []).append(op_index)
+    return takers
 
 
 def _join_optimizer(
@@ -241,6 +248,7 @@ def _join_rows(
     program: TracedProgram,
     kernels_of: list[frozenset[int]],
     sources: Mapping[int, int],
+    takers: Mapping[int, list[int]],
     written: frozenset[int],
     joined: Unions[int],
 ) -> None:
@@ -252,19 +260,14 @@ def _join_rows(
             if source is not None and source in written:
                 for kernel in kernels:
                     read_by.setdefault(kernel, set()).add(source)
-    taken_by: dict[int, list[int]] = {}
-    for op_index, operation in enumerate(program.operations):
-        for operand in operation.operands:
-            if operand is not None:
-                taken_by.setdefault(sources.get(operand, operand), []).append(op_index)
     for op_index, operation in enumerate(program.operations):
         operand = operation.operands[0] if operation.operands else None
         shape = reduced_rows(operation)
         if operand is None or not shape:
             continue
         rows = {source for source in read_by.get(op_index, ()) if program.arrays[source].shape == shape}
-        for user in taken_by.get(operation.results[0], ()):
-            nearest = min(kernels_of[user], default=None)
+        for taker in takers.get(operation.results[0], ()):
+            nearest = min(kernels_of[taker], default=None)
             is_near = nearest is not None and program.operations[nearest].region == operation.region
             if (
                 nearest is not None

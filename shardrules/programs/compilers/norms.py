@@ -29,11 +29,12 @@ with 2,048 wrote it, none with 4,096 did."""
 
 def with_costly(program: TracedProgram, written: frozenset[int], keeps_costly: bool) -> frozenset[int]:
     """Adds what several kernels take that is costly to compute in each: values of long series, or all of it."""
-    kept, widths = {*written}, _read_widths(program, written)
+    kept, widths = {*written}, {} if keeps_costly else _read_widths(program, written)
 
     def is_kept(operation: Operation) -> bool:
-        is_series = operation.name in _SERIES and widths[operation.results[0]] <= _NARROW
-        return operation.name in _COSTLY if keeps_costly else is_series
+        if keeps_costly:
+            return operation.name in _COSTLY
+        return operation.name in _SERIES and widths[operation.results[0]] <= _NARROW
 
     find_kernels(program, kept, is_kept)
     for operation in program.operations:

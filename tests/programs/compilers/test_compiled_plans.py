@@ -13,8 +13,12 @@ PROGRAMS = ("gru", "decode", "low_rank", "recommendations", "neural_ode", "vq_va
 """A few that are traced in a moment."""
 
 
-@pytest.mark.parametrize(("device", "share"), [("cuda:h100:8", 0.8), ("tpu:v5e:2x4", 0.75), ("cpu:8", 0.9)])
-def test_most_compiled_peaks_are_in_the_range(device: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "share", "most"), [("cuda:h100:8", 0.8, 2.0), ("tpu:v5e:2x4", 0.75, 2.1), ("cpu:8", 0.9, 2.0)]
+)
+def test_most_compiled_peaks_are_in_the_range(
+    device: str, share: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
     rules: Any = importlib.import_module("compiler_rules")
     # Memory does not depend on links, so that the mesh needs no devices.
@@ -26,4 +30,4 @@ def test_most_compiled_peaks_are_in_the_range(device: str, share: float, monkeyp
         assert sum(point.is_inside for point in free) >= share * len(free)
     assert free
     assert all(point.peak.at_least <= point.peak.expected <= point.peak.at_most for point in free)
-    assert all(0.4 < point.ratio < 2.5 for point in free)
+    assert all(0.5 < point.ratio < most for point in free)

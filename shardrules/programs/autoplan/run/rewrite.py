@@ -48,8 +48,8 @@ class OperationLayouts:
     """The split of the operation if each device is given its own."""
     row_major_spec: PartitionSpec | None = None
     """The layout of its operand, if that has to keep the order of its dims in memory."""
-    is_part: bool = False
-    """Devices hold parts of its result, which is added to others before they exchange the total."""
+    transposes_parts: bool = False
+    """It is a transpose of parts of a sum, which are added to others before devices exchange the total."""
 
 
 def chosen_layouts(problem: Problem, choice: Sequence[int]) -> dict[_OpKey, OperationLayouts]:
@@ -89,7 +89,6 @@ def chosen_layouts(problem: Problem, choice: Sequence[int]) -> dict[_OpKey, Oper
                 results.append((spec(after, result),))
                 continue
             results.append((spec(before, result), *(spec(layout, result) for layout in relayout_steps(before, after))))
-        kept = [problem.homes.get(result) for result in operation.results]
         if operation.equation_index >= 0:
             role = operation.role if operation.role in ("enter", "join", "leave", "exit") else "compute"
             layouts[operation.equation_index, role, operation.slot] = OperationLayouts(
@@ -97,9 +96,15 @@ def chosen_layouts(problem: Problem, choice: Sequence[int]) -> dict[_OpKey, Oper
                 tuple(results),
                 _local_split(problem, choice, op_index),
                 _row_major_spec(problem, choice, op_index),
-                any(home is not None and PARTIAL in problem.layout(home, choice) for home in kept),
+                _transposes_parts(problem, choice, op_index),
             )
     return layouts
+
+
+def _transposes_parts(problem: Problem, choice: Sequence[int], op_index: int) -> bool:
+    operation = problem.program.operations[op_index]
+    home = problem.homes.get(operation.results[0]) if operation.name == "transpose" else None
+    return home is not None and PARTIAL in problem.layout(home, choice)
 
 
 def _row_major_spec(problem: Problem, choice: Sequence[int], op_index: int) -> PartitionSpec | None:
@@ -281,7 +286,7 @@ class _Rewriter:
             writer.splice(program, [operand], equation, operands)
         if layouts.local is None:
             written = equation.replace(invars=operands)
-            if layouts.is_part and equation.primitive.name == "transpose":
+            if layouts.transposes_parts:
                 written = transposed_product(self.products.get(equation.invars[0]), written) or written
             if written.primitive.name == "dot_general":
                 self.products[equation.outvars[0]] = written

@@ -75,6 +75,14 @@ def operation_list(jaxpr: Any) -> list[Any]:
     return operations
 
 
+def are_alike(rewritten: Any, traced: Any) -> bool:
+    """Operations are the same, but for transposes that have become matmuls with the same results."""
+    if isinstance(traced, list):
+        same_length = isinstance(rewritten, list) and len(rewritten) == len(traced)
+        return same_length and all(map(are_alike, rewritten, traced))
+    return rewritten in (traced, ("dot_general", *traced[1:]) if traced[0] == "transpose" else traced)
+
+
 def operation_names(jaxpr: Any) -> list[str]:
     return [equation.primitive.name for equation in jaxpr.eqns]
 
@@ -101,9 +109,11 @@ def test_equations_stay_and_use_defined_variables(case: Case) -> None:
         check_scopes(program.jaxpr)
         assert program.in_avals == call.jaxpr.in_avals
         assert program.out_avals == call.jaxpr.out_avals
-        # Where devices have parts of a sum of groups, another operation adds them up; transposes of parts are matmuls.
-        if not case.axes and case.name not in ("groups of channels", "tied embedding", "lstm"):
-            assert operation_list(program.jaxpr) == operation_list(call.jaxpr.jaxpr)
+        # Where devices have parts of a sum of groups, another operation adds them up.
+        if not case.axes and case.name != "groups of channels":
+            rewritten, traced = operation_list(program.jaxpr), operation_list(call.jaxpr.jaxpr)
+            has_both_ways = case.name in ("tied embedding", "lstm")  # a weight, so that transposes of parts are matmuls
+            assert are_alike(rewritten, traced) if has_both_ways else rewritten == traced
 
 
 @pytest.mark.sample(8)
