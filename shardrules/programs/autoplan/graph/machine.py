@@ -33,7 +33,7 @@ class Assumptions:
 
     - `combined_bytes`: compilers combine collectives that send fewer bytes, which then share their fixed costs.
     - `temporaries`: how much more memory intermediate results take than they have bytes: gaps between them. `None` is
-        the middle of what is known of the compiler.
+        the likeliest of what is known of the compiler.
     - `hidden`: the fraction of the time of collectives that compilers hide behind computing, where there is a matmul
         that does not wait for them.
 

@@ -50,7 +50,7 @@ class Peak:
         return Peak(self.at_least + nbytes, self.expected + nbytes, self.at_most + nbytes)
 
     def fit(self, limit_bytes: float) -> Certainty:
-        """Returns whether it is within a limit."""
+        """Returns the certainty that it is within a limit."""
         limit = limit_bytes * (1 + LIMIT_TOLERANCE)
         return (
             Certainty.CERTAIN
