@@ -28,7 +28,7 @@ class Peak:
 
     ```python
     peak = sr.autoplan(lambda w, x: x @ w, jnp.ones((64, 64)), jnp.ones((4096, 64)), mesh=sr.mesh_shape("data:8")).peak
-    assert peak.at_least <= peak.expected <= peak.at_most and peak.fit(2**20) == "certain"
+    assert peak.at_least <= peak.expected <= peak.at_most and peak.fit(2**30) == "certain"
     ```
     """
 
