@@ -6,6 +6,7 @@ results that are fed back as arguments are written over them, and so are updates
 """
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
@@ -79,8 +80,11 @@ class Occupancy:
     """The memory of intermediate results, over their bytes: `Assumptions.temporaries`, or less where limits bind."""
 
     @classmethod
-    def of(cls, problem: Problem, positions: _Positions) -> "Occupancy":
-        """Returns the occupancy of a problem whose operations run at some positions."""
+    def of(cls, problem: Problem, positions: _Positions, *, waits: bool = False) -> "Occupancy":
+        """Returns the occupancy of a problem whose operations run at some positions.
+
+        What may run as soon as its operands are there either does, or waits until its result is taken.
+        """
         spans = _region_spans(problem.program, positions)
         last_uses = _last_uses(problem.fusion, positions, spans)
         overwritten = _overwritten(problem)
@@ -93,6 +97,7 @@ class Occupancy:
             *_result_stays(problem, positions, spans, last_uses, overwritten, updated),
             *_expansion_stays(problem, positions),
             *_widened_stays(problem, positions),
+            *_window_stays(problem, positions, spans, waits),
             *_region_stays(problem, positions),
         )
         copies = _copies(problem, positions, spans, last_uses, updated)
@@ -367,6 +372,30 @@ def _widened_stays(problem: Problem, positions: _Positions) -> Iterator[Stay]:
             yield Stay(home, width * program.arrays[operand].nbytes, here, here)
 
 
+def _window_stays(problem: Problem, positions: _Positions, spans: _Spans, waits: bool) -> Iterator[Stay]:
+    """Yields where in windows the largest elements are, for gradients of pools: an index for each dim, and the element.
+
+    A kernel of its own computes that, of the pool's operand alone.
+    """
+    program = problem.program
+    if not problem.machine.compiler.writes_places:
+        return
+    for op_index, operation in enumerate(program.operations):
+        home = problem.operand_homes.get((op_index, 0))
+        if operation.name != "select_and_scatter_add" or home is None:
+            continue
+        gradient, operand = operation.operands
+        if gradient is None or operand is None:
+            continue
+        last = positions[op_index]
+        first = last if waits else spans[operation.region][0]
+        producer = program.producers.get(problem.fusion.sources.get(operand, operand))
+        if producer is not None and program.operations[producer].region == operation.region and not waits:
+            first = positions[producer]
+        shape = program.arrays[gradient].shape
+        yield Stay(home, 4 * (len(shape) + 1) * math.prod(shape), first, last)
+
+
 def _region_stays(problem: Problem, positions: _Positions) -> Iterator[Stay]:
     """Yields what regions have in memory while they run."""
     for op_index, node in problem.region_nodes.items():
@@ -377,7 +406,7 @@ def _region_stays(problem: Problem, positions: _Positions) -> Iterator[Stay]:
 def _zeros(program: TracedProgram, positions: _Positions, spans: _Spans) -> dict[tuple[int, int], int]:
     """Returns when the memory is filled with zeros that loops stack their results in, or that updates begin with.
 
-    One kernel fills all of a shape in a region, before the first of them is needed.
+    One kernel fills all of a shape in a loop, before the first of them is needed.
     """
     firsts: dict[tuple[Any, ...], int] = {}
     keys: dict[tuple[int, int], tuple[Any, ...]] = {}
@@ -389,8 +418,7 @@ def _zeros(program: TracedProgram, positions: _Positions, spans: _Spans) -> dict
         here = positions[op_index] if is_filled else spans[operation.region][0]
         for result_index, result in enumerate(operation.results):
             array = program.arrays[result]
-            times = program.regions[region].run_count if region >= 0 else 1
-            key = keys[op_index, result_index] = (times, array.shape, array.dtype)
+            key = keys[op_index, result_index] = (_loop(program, region), array.shape, array.dtype)
             firsts[key] = min(firsts.get(key, here), here)
     return {result: firsts[key] for result, key in keys.items()}
 
@@ -470,6 +498,12 @@ def _copies(
             edge_index = problem.edge_indices[op_index, operand_index]
             copies.append(Copy(array, edge_index, here, until, until, is_fused, _width(problem, operand)))
             kept_until[array] = max(kept_until.get(array, 0), until)
+    for op_index, result_index in problem.produced_homes:
+        result, here = program.operations[op_index].results[result_index], positions[op_index]
+        if not fusion.writes(op_index, result):  # otherwise counted as a result
+            edge_index = problem.edge_indices[op_index, -1 - result_index]
+            copies.append(Copy((result, -1), edge_index, here, here, here, True, _width(problem, result)))
+            kept_until[result, -1] = here
     return tuple(attrs.evolve(copy, until=kept_until[copy.array]) for copy in copies)
 
 
@@ -492,6 +526,16 @@ def _branch_ends(program: TracedProgram, spans: _Spans) -> dict[int, int]:
             if branch is not None:
                 branches.setdefault(operation.equation_index, {})[branch] = None
     return {region: max(spans[each][1] for each in group) for group in branches.values() for region in group}
+
+
+def _loop(program: TracedProgram, region: int) -> int:
+    """Returns the innermost loop around what is in a region; -1 if there is none."""
+    while region >= 0:
+        outside, times, _ = program.regions[region]
+        if times != (1 if outside < 0 else program.regions[outside].run_count):
+            break
+        region = outside
+    return region
 
 
 def _loop_end(program: TracedProgram, spans: _Spans, region: int, birth_region: int) -> int:

@@ -465,7 +465,7 @@ class _Others:
     @functools.cached_property
     def occupancies(self) -> tuple[Occupancy, ...]:
         _, *orders = self.problem.machine.compiler.orders
-        return tuple(Occupancy.of(self.problem, order(self.problem.program)) for order in orders)
+        return tuple(Occupancy.of(self.problem, order(self.problem.program), waits=True) for order in orders)
 
 
 @final
