@@ -98,6 +98,7 @@ class CpuCompiler(Compiler):
     gaps = (0.9, 1.15, 2.5)
     widens_bfloat16 = True
     keeps_costly = True
+    writes_places = True
 
     @property
     def orders(self) -> tuple[Order, ...]:

@@ -308,7 +308,7 @@ class Hardware:
     @property
     def is_cpu(self) -> bool:
         """Returns whether it is a CPU, whose memory is its host's."""
-        return self.name.startswith("CPU")
+        return self.name.lower().startswith("cpu")
 
     def flops_per_second(self, dtype: Any, *, highest: bool = False) -> float:
         """Returns the peak rate that a matmul of a dtype runs at.
