@@ -1,4 +1,4 @@
-"""The model of memory beside what XLA for GPUs was measured to use: a rule that changes moves its rows."""
+"""The model of memory beside what XLA for GPUs was measured to use."""
 
 import json
 
@@ -8,21 +8,29 @@ import pytest
 from tests.programs.autoplan.compiled_peaks import PROGRAMS, TABLE, specs_text
 
 ROWS = json.loads(TABLE.read_text())
-NEAR = 0.03 if jax.__version_info__ < (0, 11) else 0.15
+
+OVER = ("loss alone, mean of all", "loss of a slice", "experts")
+"""More than the most that the model says."""
+
+UNDER = ("loss, looked up, split", "branches", *(name for name in PROGRAMS if name.startswith("activation")))
+"""Less than the least that the model says."""
+
+
+IS_TABLES_VERSION = jax.__version_info__ < (0, 11)
+SLACK = 0.001 if IS_TABLES_VERSION else 0.15
 """The table is of JAX 0.10.2. Other versions trace to other operations."""
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_model_is_as_far_off_as_when_the_table_was_written(name: str) -> None:
+def test_compiled_peaks_are_in_the_range(name: str) -> None:
     """Of another plan than in the table, `python -m tests.programs.autoplan.compiled_peaks NAME` compiles it again."""
     plan, row = PROGRAMS[name].plan(), ROWS[name]
     assert specs_text(plan) == row["plan"]
-    assert plan.peak_bytes / row["compiled_bytes"] == pytest.approx(row["ratio"], abs=NEAR)
-
-
-def test_half_of_these_peaks_are_modelled_to_a_fifth() -> None:
-    assert [*ROWS] == [*PROGRAMS]
-    assert sum(0.8 < row["ratio"] < 1.2 for row in ROWS.values()) > 0.5 * len(ROWS)
+    is_over = row["compiled_bytes"] > (1 + SLACK) * plan.peak.at_most
+    is_under = row["compiled_bytes"] < (1 - SLACK) * plan.peak.at_least
+    if IS_TABLES_VERSION:
+        assert (is_over, is_under) == (name in OVER, name in UNDER)
+    assert (is_over, is_under) == (False, False) or name in (*OVER, *UNDER)
 
 
 @pytest.mark.slow
