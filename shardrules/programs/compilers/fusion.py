@@ -178,18 +178,24 @@ def _written(program: TracedProgram, sources: Mapping[int, int], takers: Mapping
 
 
 def _normalized(program: TracedProgram, sources: Mapping[int, int], takers: Mapping[int, list[int]]) -> Iterator[int]:
-    """Yields rows from which a reduction of them was taken, as in a softmax, where only an element of each is used.
+    """Yields rows from which a reduction of them was taken, as in a softmax, and of which little is used.
 
-    A kernel that keeps rows on chip ends there, so they are written.
+    That is an element of each, or the sum of all: two sums in a row are one, which is none of rows. A kernel that keeps
+    rows on chip ends there, so they are written.
     """
     spread = set[int]()  # reductions of rows, spread over the rows again
     for operation in program.operations:
+        taken = [sources.get(operand, operand) for operand in operation.operands if operand is not None]
         if reduced_rows(operation):
-            spread.add(operation.results[0])
+            (result,) = operation.results
+            users = [program.operations[taker].name for taker in takers.get(result, ())]
+            if operation.name == "reduce_sum" and users == ["reduce_sum"]:
+                yield from spread.intersection(taken)
+            spread.add(result)
             continue
         if is_view(operation) or ends_chain(operation) or takes_whole(operation):
             continue
-        if any(operand is not None and sources.get(operand, operand) in spread for operand in operation.operands):
+        if not spread.isdisjoint(taken):
             result = operation.results[0]
             spread.add(result)
             names = [program.operations[taker].name for taker in takers.get(result, ())]
