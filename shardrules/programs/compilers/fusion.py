@@ -88,26 +88,20 @@ class FusedProgram:
         operation = self.program.operations[op_index]
         return op_index in self.kernels and operation.role == "compute" and not ends_chain(operation)
 
-    def taken(self, op_index: int) -> Iterator[tuple[int, int, bool]]:
-        """Yields the arrays in memory that the kernel of a chain takes: first as it takes them, perhaps as a view.
-
-        The last is whether rows of zeros are appended on the way, as in the gradient of a slice.
-        """
-        chain, visited = [(op_index, False)], set[int]()
+    def taken(self, op_index: int) -> Iterator[tuple[int, int]]:
+        """Yields the arrays in memory that the kernel of a chain takes: first as it takes them, perhaps as a view."""
+        chain, visited = [op_index], set[int]()
         while chain:
-            index, is_padded = chain.pop()
-            operation = self.program.operations[index]
-            is_padded |= operation.name == "pad" and _appends(operation)
-            for operand in operation.operands:
+            for operand in self.program.operations[chain.pop()].operands:
                 if operand is None or operand in visited:
                     continue
                 visited.add(operand)
                 array = self.sources.get(operand, operand)
                 producer = self.program.producers.get(array)
                 if array in self.written or producer is None:
-                    yield operand, array, is_padded
+                    yield operand, array
                 else:
-                    chain.append((producer, is_padded))
+                    chain.append(producer)
 
     def read_bytes(self, op_index: int, operand_index: int) -> int:
         operation, arrays = self.program.operations[op_index], self.program.arrays
@@ -140,11 +134,6 @@ class FusedProgram:
         """An operation reads, or overwrites, only some elements of an operand."""
         name = self.program.operations[op_index].name
         return operand_index == 0 and (name in IN_PLACE or name in PARTIAL_READS)
-
-
-def _appends(operation: Operation) -> bool:
-    """A pad only adds elements at the end of dims."""
-    return all(low == between == 0 for low, _, between in operation.equation.params["padding_config"])
 
 
 def _update(operation: Operation) -> int:

@@ -314,21 +314,15 @@ def _overwrites(problem: Problem, op_index: int, result: int, here: int, last_us
     program, fusion = problem.program, problem.fusion
     if not fusion.is_elementwise(op_index):
         return False
-    for operand, array, is_padded in fusion.taken(op_index):
-        if array not in problem.homes:
-            continue
-        # What is cut and the gradient of it may be laid out in different ways, but hardly are.
-        is_alike = problem.homes[array].node == problem.homes[result].node
-        is_alike |= is_padded and program.arrays[array].shape == program.arrays[result].shape
-        if (
-            array in program.producers  # otherwise an argument, or a scalar that enters a loop
-            and max(last_uses.get(array, 0), last_uses.get(operand, 0)) == here
-            and is_alike
-            and program.arrays[array].device_bytes == program.arrays[result].device_bytes
-            and program.arrays[array].dtype.itemsize == program.arrays[result].dtype.itemsize
-        ):
-            return True
-    return False
+    return any(
+        array in program.producers  # otherwise an argument, or a scalar that enters a loop
+        and array in problem.homes
+        and problem.homes[array].node == problem.homes[result].node
+        and max(last_uses.get(array, 0), last_uses.get(operand, 0)) == here
+        and program.arrays[array].device_bytes == program.arrays[result].device_bytes
+        and program.arrays[array].dtype.itemsize == program.arrays[result].dtype.itemsize
+        for operand, array in fusion.taken(op_index)
+    )
 
 
 def _is_constant(program: TracedProgram, array: int | None) -> bool:
