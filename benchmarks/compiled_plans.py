@@ -212,12 +212,14 @@ def fill(names: Sequence[str], targets: Sequence[str], cache: Cache) -> None:
     table = read_table()
     for target in targets:
         for name in names:
-            if any(key[:2] == (name, target) and key[2] == "free" for key in table):
+            if (name, target, "free" if target.startswith("tpu") else "tight") in table:
                 continue
             start = time.monotonic()
             question = Question.of(PROGRAMS[name], MESH, False, cache, target)
             problem = free_task(question).problem
             for plan_name, plan in plans(question):
+                if (name, target, plan_name) in table:
+                    continue
                 try:
                     row = compiled(question, plan_name, plan, problem)
                 except Exception as error:  # noqa: BLE001  what fails is said, and the others go on

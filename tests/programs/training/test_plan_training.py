@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, MicrobatchError, PlanError, TreeError
+from shardrules.programs.autoplan.solve.peak import Peak
 from shardrules.programs.autoplan.solve.trials import Trial
 from shardrules.programs.training.answer import make as answer
 from shardrules.programs.training.search.staged import StageSearch
@@ -124,6 +125,8 @@ def test_reports_are_the_same_after_json(plan: TrainingPlan) -> None:
     assert "the plan" in str(plan)
     assert "examples/s" in str(plan)
     assert sum(nbytes for _, nbytes in report.memory) == plan.peak_bytes
+    assert plan.peak.at_least <= plan.peak_bytes <= plan.peak.at_most
+    assert plan.fits == "certain"
     *points, last = plan.frontier.points
     assert all(point.price is not None and point.price > 0 for point in points)
     assert last.price is None
@@ -402,6 +405,8 @@ def test_the_compiler_decides_what_fits() -> None:
     proved = sr.plan_training(layers, model, OPTIMIZER, batch, cluster="cpu:8", prove=2)
     assert proved.compiled[0].fits
     assert proved.compiled[0].modelled_bytes == proved.peak_bytes
+    assert proved.fits == "certain"
+    assert proved.peak == Peak.point(proved.compiled[0].peak_bytes)
     assert "compiled" in [finding.code for finding in proved.report.findings]
 
 

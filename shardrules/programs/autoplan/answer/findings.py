@@ -202,9 +202,9 @@ def time_is_up(time_limit: float, gap: float) -> Finding:
 
 
 def may_not_fit(call: Call, limit_bytes: int, peak: Peak, pinned: Sequence[int], costs: PinCosts) -> Finding:
-    """Returns the finding that no plan was found that fits by the model: whether pins are behind it, and what to do."""
+    """Returns the finding that no plan was found that is expected to fit: whether pins are behind it, and what to do."""
     message = (
-        f"no plan was found that fits in {bytes_text(limit_bytes)} by the model; this one is modelled to take {peak}"
+        f"no plan was found that is expected to fit in {bytes_text(limit_bytes)}; this one is modelled to take {peak}"
     )
     remedy = "Pass prove=True to ask the compiler; use more devices, a smaller batch, or jax.checkpoint"
     if pinned and costs.free_seconds is not None:

@@ -427,7 +427,7 @@ def _overwritten(problem: Problem) -> dict[int, int]:
             assert operand is not None, "a result of the function is an array"
             array = sources.get(operand, operand)
             producer = program.producers.get(array)
-            # What branches return is copied to the argument after them (`copies.py`).
+            # What branches return is copied to the argument after them.
             if producer is None or not program.operations[producer].joins_branches:
                 arguments[array] = problem.feedback[operation.results[0]]
     return arguments

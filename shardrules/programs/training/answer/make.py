@@ -275,7 +275,7 @@ def _findings(
         yield Finding(
             "warning",
             "may-not-fit",
-            f"no plan was found that fits in {bytes_text(limit)} by the model; this one is modelled to take {peak}",
+            f"no plan was found that is expected to fit in {bytes_text(limit)}; this one is modelled to take {peak}",
             remedy="Pass prove=3 to ask the compiler; use more devices, or a smaller batch",
         )
     elif peak.fit(limit) != "certain":

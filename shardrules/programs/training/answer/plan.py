@@ -18,6 +18,7 @@ from shardrules.programs.autoplan.answer.diff import AutoPlanDiff
 from shardrules.programs.autoplan.answer.frontier import Frontier
 from shardrules.programs.autoplan.answer.plan import AutoPlan
 from shardrules.programs.autoplan.run.replay import PlannedFunction, concrete_mesh
+from shardrules.programs.autoplan.solve.peak import Certainty, Peak
 from shardrules.programs.costs.step_time import StepTime
 from shardrules.programs.pipelines.schedule import PipelineSchedule
 from shardrules.programs.training.answer.prove import ProvedPlan, TrainingProof, plans_to_prove
@@ -75,6 +76,19 @@ class TrainingPlan:
     def peak_bytes(self) -> int:
         """The most memory that a device uses, as modelled."""
         return self.report.peak_bytes
+
+    @property
+    def peak(self) -> Peak:
+        """The range of the most memory that a device uses; with `prove`, a point, as compiled."""
+        for proved in self.compiled[:1]:
+            if (proved.mesh, proved.recipe) == (self._outcomes[0].mesh, str(self.recipe)):
+                return Peak.point(proved.peak_bytes)
+        return self.planned.peak.plus(self.peak_bytes - self.planned.peak_bytes)
+
+    @property
+    def fits(self) -> Certainty:
+        """The certainty that the plan keeps the memory limit: `"certain"`, `"possible"`, or `"no"`, which is false."""
+        return self.peak.fit(self._problem.limit_bytes)
 
     @property
     def candidates(self) -> tuple[TrainingCandidate, ...]:
