@@ -185,6 +185,44 @@ def test_what_nothing_waits_for_is_put_off_on_gpus() -> None:
     assert peak("cuda:h100") > 1.15 * peak("tpu:v5e")
 
 
+def pooled(x: Any) -> Any:
+    """The sum of squares of the largest of each two by two elements."""
+    return jnp.sum(jax.lax.reduce_window(jnp.sin(x), -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") ** 2)
+
+
+@pytest.mark.parametrize(("sheet", "is_written"), [("cuda:h100", True), ("cpu", True), ("tpu:v5e", False)])
+def test_places_of_the_largest_elements_are_in_memory(sheet: str, is_written: bool) -> None:
+    jaxpr = jax.make_jaxpr(jax.grad(pooled))(jax.ShapeDtypeStruct((8, 16, 16, 4), jnp.float32))
+    machine = Machine.of(sr.mesh_shape("x:1"), sr.Hardware.named(sheet), Assumptions(temporaries=1.0))
+    task = Task.of(read_jaxpr(jaxpr), machine, ["x"], {}, {})
+    choice = task.within(np.inf).choice
+    add = names(task).index("select_and_scatter_add")
+    places = (1 + 4) * FOUR * 8 * 8 * 8 * 4  # the element, and an index for each dim
+    early, late = (
+        sum(stay.nbytes for stay in task_of.stays if stay.nbytes == places and stay.first <= at <= stay.last)
+        for task_of, at in ((task.occupancy, add - 1), (task.other_occupancies[0], add - 1))
+    )
+    assert early == places * is_written
+    assert late == 0  # where it waits for the gradient
+    assert task.peak(choice).at_least < task.peak(choice).at_most
+
+
+def test_zeros_of_different_loops_are_not_filled_at_once() -> None:
+    """Two loops that run as often, one after the other: the stack of the second is not there during the first."""
+
+    def one(x: Any) -> Any:
+        return jax.lax.scan(lambda c, row: (jnp.tanh(c + row), jnp.tanh(c + row)), jnp.zeros(4096), x)[1]
+
+    def both(x: Any) -> Any:
+        once = jax.lax.map(lambda part: one(part).sum(0), x)
+        return once.sum() + jax.lax.map(lambda part: one(part + once.sum()).sum(0), x).sum()
+
+    _, _, timeline = planned(both, (4, 16, 4096), pins={0: P()}, mesh="x:1")
+    _, _, alone = planned(lambda x: jax.lax.map(lambda part: one(part).sum(0), x).sum(), (4, 16, 4096), pins={0: P()})
+    stack = FOUR * 16 * 4096
+    assert timeline.max() < alone.max() + stack
+
+
 def test_cpus_compute_bfloat16_in_float32() -> None:
     """Intermediate results take twice the memory there, and a matmul takes a wider copy of an argument."""
 
