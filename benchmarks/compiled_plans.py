@@ -46,7 +46,7 @@ PROGRAMS: Mapping[str, Model] = {**KINDS, **MORE, **MODELS}
 SEEN = (
     *KINDS,
     *("tied_autoencoder", "physics_informed", "graph_net", "vq_vae", "nerf"),
-    *("linear_recurrence", "alibi_decoder", "distillation", "evaluation"),
+    *("linear_recurrence", "alibi_decoder", "distillation", "evaluation", "pooled_net"),
 )
 SET_ASIDE = tuple(name for name in PROGRAMS if name not in SEEN)
 """Half of the programs: nothing is chosen by what they show."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from plan_models.convs import GAN_SPLITS, NEXT_SPLITS, depthwise_net, gradient_penalty
+from plan_models.convs import GAN_SPLITS, NEXT_SPLITS, POOLED_SPLITS, depthwise_net, gradient_penalty, pooled_net
 from plan_models.experts import Expert, Splits, expert_constraints, megatron, plain, published, vocabularies
 from plan_models.fields import OPERATOR_SPLITS, RAYS_SPLITS, fourier_operator, nerf
 from plan_models.flows import FLOW_LAYERS, flow
@@ -229,6 +229,7 @@ MORE: dict[str, Model] = {
         Model("adafactor_decoder", adafactor_decoder, published(ADAFACTOR_SPLITS, tensor=True, unsplit=POSITIONS)),
         Model("fourier_operator", fourier_operator, published(OPERATOR_SPLITS, tensor=True)),
         Model("gradient_penalty", gradient_penalty, published(GAN_SPLITS, tensor=True)),
+        Model("pooled_net", pooled_net, published(POOLED_SPLITS, tensor=True)),
         Model("window_attention", window_attention, published(SWIN_SPLITS, tensor=True)),
         Model("depthwise_net", depthwise_net, published(NEXT_SPLITS, tensor=True)),
         Model("evaluation", evaluation, published(SERVING, tensor=True, serving=True, stacked=LAYERS), ()),

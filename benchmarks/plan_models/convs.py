@@ -1,4 +1,4 @@
-"""Kinds of train steps of convolution nets: a Wasserstein GAN with a gradient penalty, a ConvNeXt."""
+"""Kinds of train steps of convolution nets: a Wasserstein GAN with a gradient penalty, a ConvNeXt, a VGG."""
 
 import itertools
 from typing import Any, final
@@ -10,13 +10,14 @@ import numpy as np
 import optax
 
 from plan_models.experts import Splits, constrain, constrain_as_moments
-from plan_models.parts import array, tokens
+from plan_models.parts import array, cross_entropy, tokens, train_step, with_moments
 
 GAN_SPLITS: Splits = (
     (r"(critic|generator)/(convs/)?[02]/(w|b|scale|shift)$", -1, "tensor"),
     (r"(critic|generator)/(convs/)?[13]/w$", 2, "tensor"),
     (r"(^|/)key$", 0, None),
 )
+POOLED_SPLITS: Splits = ((r"/first$", -1, "tensor"), (r"/second$", -2, "tensor"))
 NEXT_SPLITS: Splits = (
     (r"/up/(weight|bias)$", 0, "tensor"),
     (r"/down/weight$", 1, "tensor"),
@@ -198,3 +199,29 @@ def depthwise_net(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
 
     state = eqx.filter_eval_shape(start, jax.random.key(0))
     return step, (state, {"images": array(batch, 3, image, image), "labels": tokens(batch)})
+
+
+def pooled_net(devices: int, smoke: bool) -> tuple[Any, tuple[Any, Any]]:
+    """A plain net, as VGG: eight convolutions, and a max pool after each two; images of 64 x 64."""
+    widths, image, classes, batch = (64, 128, 256, 512), 64, 1000, 64 * devices
+    if smoke:
+        widths, image, classes, batch = (8, 16), 16, 16, devices
+
+    def convolution(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jax.nn.relu(y)
+
+    def loss(p: Any, batch: Any) -> jax.Array:
+        x = constrain(batch["images"], "batch", None, None, None)
+        for layer in p["layers"]:
+            x = constrain(convolution(x, layer["first"]), "batch", None, None, "tensor")
+            x = constrain(convolution(x, layer["second"]), "batch", None, None, None)
+            x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        return cross_entropy(constrain(jnp.mean(x, (1, 2)) @ p["head"], "batch", None), batch["labels"])
+
+    layers = [
+        {"first": array(3, 3, before, width), "second": array(3, 3, width, width)}
+        for before, width in itertools.pairwise((3, *widths))
+    ]
+    params = {"layers": layers, "head": array(widths[-1], classes)}
+    return train_step(loss), (with_moments(params), {"images": array(batch, image, image, 3), "labels": tokens(batch)})
