@@ -174,17 +174,17 @@ def _normalized(program: TracedProgram, sources: Mapping[int, int], takers: Mapp
     """
     spread = set[int]()  # reductions of rows, spread over the rows again
     for operation in program.operations:
-        taken = [sources.get(operand, operand) for operand in operation.operands if operand is not None]
+        operand_sources = [sources.get(operand, operand) for operand in operation.operands if operand is not None]
         if reduced_rows(operation):
             (result,) = operation.results
             users = [program.operations[taker].name for taker in takers.get(result, ())]
             if operation.name == "reduce_sum" and users == ["reduce_sum"]:
-                yield from spread.intersection(taken)
+                yield from spread.intersection(operand_sources)
             spread.add(result)
             continue
         if is_view(operation) or ends_chain(operation) or takes_whole(operation):
             continue
-        if not spread.isdisjoint(taken):
+        if not spread.isdisjoint(operand_sources):
             result = operation.results[0]
             spread.add(result)
             names = [program.operations[taker].name for taker in takers.get(result, ())]
