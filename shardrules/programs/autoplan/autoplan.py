@@ -101,8 +101,8 @@ def autoplan(
     if `time_limit` is not above 0, or `prove` neither true nor false; `HardwareError` for an unknown sheet;
     `ConfigTypeError` for other arguments of a wrong type; with `prove`, `MissingCompilerError` if the compiler is not
     installed and `ConfigError` if it is not known for which devices to compile; and whatever `fn` raises when it is
-    traced. Where no plan fits by the model, the one with the least memory is returned, or a faster one with up to 1 %
-    more, with the finding `may-not-fit`; where one fits by less than a tenth, it has the finding `near-the-limit`.
+    traced. Where no plan is expected to fit, the one with the least memory is returned, or a faster one with up to 1 %
+    more, with the finding `may-not-fit`; one that is expected to fit, but may not, has the finding `near-the-limit`.
 
     ```python
     def loss(w, x):

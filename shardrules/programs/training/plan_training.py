@@ -112,8 +112,8 @@ def plan_training(
     no mesh, or if the optimizer evaluates the loss again, as line searches do; `ConfigError` and `ConfigTypeError` for
     an argument that cannot be used, such as a batch without examples, or a loss that does not depend on the model or is
     another program each time that it is traced; `MicrobatchError` for a loss or a batch that cannot be split into the
-    requested microbatches; `TargetError` and `MeshError` for a cluster that does not exist. Where no plan fits by the
-    model, the one with the least memory is returned, with the finding `may-not-fit`.
+    requested microbatches; `TargetError` and `MeshError` for a cluster that does not exist. Where no plan is expected
+    to fit, the one with the least memory is returned, with the finding `may-not-fit`.
 
     ```python
     import optax
