@@ -3,7 +3,7 @@
 import functools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import attrs
@@ -277,6 +277,8 @@ class Outcome:
     """The part of `peak_bytes` that the layouts say nothing of: rounds of loops that run in pairs."""
     compute_seconds: float = 0.0
     """The part of `seconds` in which devices compute."""
+    choices: tuple[tuple[int, float], ...] = ()
+    """The bytes and seconds of the layouts that the search has met."""
 
     def plan(self, problem: TrainingProblem) -> AutoPlan:
         assert self.result is not None, "a refused mesh has no plan"
@@ -330,7 +332,7 @@ def plan_once(
         mesh_text(query.mesh),
         attrs.evolve(recipe, keep=kept_on_device(plan, recipe, batch_splits)),
         result,
-        plan.cost,
+        plan.step_time.seconds,
         plan.peak_bytes + more_bytes,
         result.fits and result.peak_bytes + more_bytes <= limit_bytes and host_bytes <= problem.host_limit_bytes,
         batch_splits=batch_splits,
@@ -340,7 +342,17 @@ def plan_once(
         host_bytes=host_bytes,
         paired_bytes=more_bytes,
         compute_seconds=plan.step_time.compute_seconds,
+        choices=tuple(_choices(plan)),
     )
+
+
+def _choices(plan: AutoPlan) -> Iterator[tuple[int, float]]:
+    """Yields bytes and seconds of the choices that a search has met: of those as large, the fastest."""
+    least = math.inf
+    for trial in sorted(plan.result.candidates, key=lambda trial: (trial.peak_bytes, trial.cost)):
+        if trial.cost < least:
+            least, result = trial.cost, attrs.evolve(plan.result, choice=trial.choice)
+            yield int(trial.peak_bytes), attrs.evolve(plan, result=result).step_time.seconds
 
 
 def kept_on_device(planned: AutoPlan, recipe: Recipe, batch_splits: int) -> Keep:
