@@ -198,9 +198,7 @@ def _frontier(outcomes: Iterable[Outcome]) -> tuple[FrontierPoint, ...]:
     More memory is worth what the next of them saves. Beyond the last, nothing was planned.
     """
     points = {
-        (peak_bytes + outcome.paired_bytes, seconds)
-        for outcome in outcomes
-        for peak_bytes, seconds in outcome.choices
+        (peak_bytes + outcome.paired_bytes, seconds) for outcome in outcomes for peak_bytes, seconds in outcome.choices
     }
     front: list[tuple[int, float]] = []
     for peak_bytes, seconds in sorted(points):

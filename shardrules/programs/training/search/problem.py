@@ -34,6 +34,7 @@ from shardrules.programs.training.microbatches import SplitLoss, forward_program
 from shardrules.programs.training.search.paired import least_paired_bytes, paired_bytes, pairs_rounds
 from shardrules.programs.training.stages.layers import LayerLoop
 from shardrules.programs.training.stages.layouts import stage_layouts
+from shardrules.programs.training.stages.traffic import StageTraffic
 from shardrules.programs.training.step import Recipe, TrainingStep
 
 REFUSALS = (DoesNotFitError, MeshError, MicrobatchError, PlanError, UnknownAxisError)
@@ -214,10 +215,21 @@ class TrainingProblem:
             )
         return self._keep_choices[key]
 
-    @functools.cached_property
+    @property
     def layer_count(self) -> int:
         """The layers of the loop over layers; raises `MicrobatchError` where there is none."""
-        return LayerLoop.of(self._split.staged_forward, self._split.is_batched).layer_count
+        return self._layers.layer_count
+
+    @functools.cached_property
+    def _layers(self) -> LayerLoop:
+        return LayerLoop.of(self._split.staged_forward, self._split.is_batched)
+
+    @functools.cached_property
+    def traffic(self) -> StageTraffic:
+        """The traffic between hosts with stages and without; raises `MicrobatchError` where no loop has the layers."""
+        trained = self.loss.jaxpr.in_avals[: self.loss.trainable_count]
+        trained_bytes = sum(aval.size * aval.dtype.itemsize for aval in trained)
+        return StageTraffic.of(self._layers, self._least_split, trained_bytes, self.cluster)
 
     @functools.cached_property
     def _has_equal_layers(self) -> bool:
@@ -332,7 +344,7 @@ def plan_once(
         mesh_text(query.mesh),
         attrs.evolve(recipe, keep=kept_on_device(plan, recipe, batch_splits)),
         result,
-        plan.step_time.seconds,
+        float(plan.step_time.seconds),
         plan.peak_bytes + more_bytes,
         result.fits and result.peak_bytes + more_bytes <= limit_bytes and host_bytes <= problem.host_limit_bytes,
         batch_splits=batch_splits,
@@ -352,7 +364,7 @@ def _choices(plan: AutoPlan) -> Iterator[tuple[int, float]]:
     for trial in sorted(plan.result.candidates, key=lambda trial: (trial.peak_bytes, trial.cost)):
         if trial.cost < least:
             least, result = trial.cost, attrs.evolve(plan.result, choice=trial.choice)
-            yield int(trial.peak_bytes), attrs.evolve(plan, result=result).step_time.seconds
+            yield int(trial.peak_bytes), float(attrs.evolve(plan, result=result).step_time.seconds)
 
 
 def kept_on_device(planned: AutoPlan, recipe: Recipe, batch_splits: int) -> Keep:

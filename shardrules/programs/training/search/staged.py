@@ -1,12 +1,14 @@
 """The search over stages: layers side by side on groups of devices, with microbatches that go from one to the next.
 
 Stages wait at the beginning and at the end of a step, for `stages - 1` of `microbatches + stages - 1` rounds, and each
-round computes a microbatch at most. So what a set-up with stages takes at least is known before it is planned: those
-that cannot be better than the best plan without are not, and of the others the most promising.
+round computes a microbatch at most; some traffic between hosts no layout avoids. So what a set-up takes at least is
+known before it is planned, with stages and without. Where that is less with stages, as over slow networks, these come
+first, and meshes without stages are planned only as far as they may be better. Elsewhere stages come last: those that
+may be better than the best plan without, and of these the most promising.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import attrs
@@ -20,15 +22,22 @@ from shardrules.programs.training.search.problem import Outcome, TrainingProblem
 from shardrules.programs.training.search.search import TrainingSearch, first_fitting
 from shardrules.programs.training.stages.run import STAGE_AXIS, tick_count
 
+_NEAR = 1.2
+"""The part by which the first set-up of a number of stages may be slower than the best of the same; chosen by hand."""
+
 _MOST_PADDING = 0.125
 """The places without a layer that stages may have, as a part of the layers; chosen by hand."""
 
 
 def search_plans(search: TrainingSearch) -> None:
     """Searches for plans without stages and with them, as the user asks for."""
+    stages = StageSearch(search)
     if search.stages in (None, 1):
+        search.begin()
+        if search.stages is None:
+            stages.run_early()
         search.run()
-    StageSearch(search).run()
+    stages.run()
     search.shrink()
 
 
@@ -60,8 +69,8 @@ class Staging:
     def rounds(self) -> int:
         return tick_count(self.stages, self.microbatches, self.chunks)
 
-    def least_seconds(self, compute_seconds: float, layers: int) -> float:
-        """The least time, if computing takes so long where no device waits."""
+    def least_compute_seconds(self, compute_seconds: float, layers: int) -> float:
+        """The least time of computing, if that takes so long where no device waits."""
         return compute_seconds * self.rounds / (self.chunks * self.microbatches) * self.places / layers
 
     def __str__(self) -> str:
@@ -80,16 +89,53 @@ class StageSearch:
     why_none: str = ""
     """The reason that the first set-up was refused for which there is no plan."""
 
+    def run_early(self) -> None:
+        """Plans set-ups that take less at the least than any without stages: the first of each number of stages, and
+        all of the best number where that is nearly as fast as plans without stages can be."""
+        self.guarded(self.planned_early)
+
     def run(self) -> None:
         """Plans, and notes why the best plan has no stages."""
+        self.search.why_no_stages = "stages=1" if self.search.stages == 1 else self.guarded(self.planned)
+
+    def guarded(self, plan: Callable[[], str]) -> str:
         try:
-            why = "stages=1" if self.search.stages == 1 else self.planned()
+            return plan()
         except Exception as error:
             # Where stages are not asked for, an error does not lose the plans without them.
             if self.search.stages is not None:
                 raise
-            why = f"planning them failed: {type(error).__name__}: {' '.join(str(error).split())}"
-        self.search.why_no_stages = why
+            return f"planning them failed: {type(error).__name__}: {' '.join(str(error).split())}"
+
+    def planned_early(self) -> str:
+        search = self.search
+        if self.refusal() or not self.compute_seconds:
+            return ""
+        stagings, traffic = self.ordered(), self.problem.traffic
+        search.least_seconds = traffic.reducing_seconds()
+        least = self.least_of(self.compute_seconds, 0.0, search.least_seconds)
+        promising = [staging for staging in stagings if self.least_seconds(staging) < least]
+        first = {staging.stages: staging for staging in reversed(promising)}
+        for staging in sorted(first.values(), key=self.least_seconds):
+            self.plan_promising([staging])
+        if not self.plans:
+            return ""
+        fastest = min(self.plans, key=lambda staging: self.plans[staging].seconds)
+        if self.plans[fastest].seconds < _NEAR * search.least_seconds:
+            self.plan_promising([staging for staging in promising if staging.stages == fastest.stages])
+            self.plan_promising(
+                [staging for staging, seconds in self.chunked() if search.best is None or seconds < search.best.seconds]
+            )
+        return ""
+
+    def plan_promising(self, stagings: Sequence[Staging]) -> None:
+        """Plans set-ups that may be better than the best plan, as long as there is time."""
+        for staging in stagings:
+            if self.search.is_over:
+                return
+            best = self.search.best
+            if staging not in self.plans and (best is None or self.least_seconds(staging) < best.seconds):
+                self.plan(staging)
 
     def planned(self) -> str:
         """Plans, and says why the best plan has no stages; empty where it has some."""
@@ -105,19 +151,14 @@ class StageSearch:
         most_count = search.count + more
         least = self.least_seconds(stagings[0])
         for staging in stagings:
-            best = search.best
-            if best is not None and self.least_seconds(staging) >= best.seconds:
-                continue
-            # The next plan may take twice as long as the longest so far.
-            if search.count >= most_count or search.deadline.seconds_left <= 2 * search.longest_seconds:
+            if search.count >= most_count or search.is_over:
                 break
-            self.plan(staging)
+            self.plan_promising([staging])
         for staging, seconds in self.chunked():
-            best = search.best
-            if search.count >= most_count + more or search.deadline.seconds_left <= 2 * search.longest_seconds:
+            if search.count >= most_count + more or search.is_over:
                 break
-            if best is None or seconds < best.seconds:
-                self.plan(staging)
+            if search.best is None or seconds < search.best.seconds:
+                self.plan_promising([staging])
         if search.best is not None and search.best.recipe.stages > 1:
             return ""
         return self.why_not(stagings[0], least)
@@ -147,7 +188,7 @@ class StageSearch:
             return str(error)
 
     def chunked(self) -> list[tuple[Staging, float]]:
-        """The set-ups planned on the fastest mesh, with chunks, and what they take if only waiting differs."""
+        """The set-ups planned on the fastest mesh, with chunks, and what they take if only bounds differ."""
         if not self.plans:
             return []
         layers = self.problem.layer_count
@@ -159,8 +200,8 @@ class StageSearch:
             places = -(-layers // (chunks * fastest.stages)) * chunks * fastest.stages
             if places <= layers * (1 + _MOST_PADDING):
                 with_chunks = attrs.evolve(staging, places=places, chunks=chunks)
-                ratio = with_chunks.least_seconds(1.0, layers) / staging.least_seconds(1.0, layers)
-                chunked.append((with_chunks, ratio * self.plans[staging].seconds))
+                more = self.least_seconds(with_chunks) - self.least_seconds(staging)
+                chunked.append((with_chunks, self.plans[staging].seconds + more))
         return chunked
 
     @property
@@ -217,10 +258,23 @@ class StageSearch:
         return max((count for count in counts if examples % (count * splits) == 0 and count % stages == 0), default=0)
 
     def least_seconds(self, staging: Staging) -> float:
-        """The least time of a set-up: what computing takes, and waiting."""
+        """The least time of a set-up: what computing takes, and waiting, and traffic between hosts."""
+        traffic, rounds = self.problem.traffic, staging.rounds / staging.microbatches
+        compute = staging.least_compute_seconds(self.compute_seconds, self.problem.layer_count)
+        sending, reducing = traffic.sending_seconds(staging.stages, rounds), traffic.reducing_seconds(staging.stages)
+        return self.least_of(compute, sending, reducing)
+
+    @property
+    def compute_seconds(self) -> float:
+        """The time that computing takes without stages, on the mesh where it takes least."""
         outcomes = [outcome for outcome in self.search.free.values() if outcome.result is not None]
-        compute = min((outcome.compute_seconds for outcome in outcomes), default=0.0)
-        return staging.least_seconds(compute, self.problem.layer_count)
+        return min((outcome.compute_seconds for outcome in outcomes), default=0.0)
+
+    def least_of(self, computing: float, sending: float, reducing: float) -> float:
+        """The least time of a step. Computing may hide a part of how gradients are reduced, and nothing of what stages
+        send each other."""
+        exposed = 1 - self.problem.options.assumptions.hidden
+        return max(computing + sending + exposed * reducing, sending + reducing)
 
     def plan(self, staging: Staging) -> None:
         keeps = self.keeps(staging)

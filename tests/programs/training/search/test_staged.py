@@ -199,10 +199,10 @@ def test_plans_with_stages_allowed_are_not_slower() -> None:
 def test_waiting_is_counted() -> None:
     staging = Staging((4, 8), 12, 6)
     assert (staging.stages, staging.rounds) == (4, 15)
-    assert staging.least_seconds(1.0, 5) == 15 / 12 * 6 / 5
+    assert staging.least_compute_seconds(1.0, 5) == 15 / 12 * 6 / 5
     chunked = Staging((4, 8), 12, 8, chunks=2)
     assert chunked.rounds == 27
-    assert chunked.least_seconds(1.0, 5) == 27 / 24 * 8 / 5
+    assert chunked.least_compute_seconds(1.0, 5) == 27 / 24 * 8 / 5
 
 
 def test_many_and_few_microbatches_take_turns() -> None:
@@ -217,7 +217,7 @@ def test_many_and_few_microbatches_take_turns() -> None:
     assert counts[:4] == [32, 8, 32, 8]
     assert len({*ordered}) == len(ordered)
     for count in {*counts}:
-        least = [each.least_seconds(1.0, 8) for each in ordered if each.microbatches == count * each.stages]
+        least = [each.least_compute_seconds(1.0, 8) for each in ordered if each.microbatches == count * each.stages]
         assert least == sorted(least)
 
 
