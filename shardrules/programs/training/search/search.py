@@ -63,24 +63,23 @@ class TrainingSearch:
     is_late: bool = False
     """The time was up before the search was done."""
     least_seconds: float = 0.0
-    """The least time of plans without stages, as far as it is known."""
+    """The least time of plans without stages, as far as it is known: no more are looked for where one with stages takes
+    no more."""
     why_no_stages: str = ""
     """The reason that layers are not in stages; empty where they are."""
 
     def begin(self) -> None:
-        """Plans the first mesh on which all devices can compute all layers."""
+        """Plans the first meshes on which all devices compute all layers, without a limit of memory."""
         for shape in self.problem.cluster.shapes():
+            is_first = self.smallest is None
             self.plan_free(shape, self.first_recipe)
-            if self.smallest is not None:
+            if is_first:
                 self.fit_early(shape)
-                return
 
     def run(self) -> None:
         """Searches for plans in which all devices compute all layers."""
         if not self.free:
             self.begin()
-        for shape in self.problem.cluster.shapes():
-            self.plan_free(shape, self.first_recipe)
         self.fit_all(tuple(self.free))
         while self.center is not None and not self.is_over:
             center = self.center
@@ -206,7 +205,8 @@ class TrainingSearch:
     def plan_free(self, shape: Shape, recipe: Recipe) -> None:
         """Plans a mesh without a limit of memory; where all others were refused, also once the time is up."""
         best = self.best
-        is_beaten = best is not None and best.seconds * (1 - _TIE) <= self.least_seconds
+        has_stages = best is not None and best.recipe.stages > 1
+        is_beaten = has_stages and best.seconds * (1 - _TIE) <= self.least_seconds
         if shape in self.free or is_beaten or (self.smallest is not None and self.is_over):
             return
         outcome = self.plan(shape, recipe, is_free=True)

@@ -2,9 +2,9 @@
 
 Stages wait at the beginning and at the end of a step, for `stages - 1` of `microbatches + stages - 1` rounds, and each
 round computes a microbatch at most; some traffic between hosts no layout avoids. So what a set-up takes at least is
-known before it is planned, with stages and without. Where that is less with stages, as over slow networks, these come
-first, and meshes without stages are planned only as far as they may be better. Elsewhere stages come last: those that
-may be better than the best plan without, and of these the most promising.
+known before it is planned, with stages and without. Where that is less with stages, as over slow networks, they come
+after the first meshes without, and other meshes are planned only as far as they may be better. Elsewhere stages come
+last: those that may be better than the best plan without, and of these the most promising.
 """
 
 import itertools
@@ -24,6 +24,9 @@ from shardrules.programs.training.stages.run import STAGE_AXIS, tick_count
 
 _NEAR = 1.2
 """The part by which the first set-up of a number of stages may be slower than the best of the same; chosen by hand."""
+
+_LEAST_COMPUTING = 0.9
+"""The part of what computing takes on the first meshes that it takes on others at least; chosen by hand."""
 
 _MOST_PADDING = 0.125
 """The places without a layer that stages may have, as a part of the layers; chosen by hand."""
@@ -109,12 +112,12 @@ class StageSearch:
 
     def planned_early(self) -> str:
         search = self.search
-        if self.refusal() or not self.compute_seconds:
+        if self.refusal() or not self.outcomes or self.repeats:
             return ""
-        stagings, traffic = self.ordered(), self.problem.traffic
-        search.least_seconds = traffic.reducing_seconds()
-        least = self.least_of(self.compute_seconds, 0.0, search.least_seconds)
-        promising = [staging for staging in stagings if self.least_seconds(staging) < least]
+        traffic, hidden = self.problem.traffic, self.problem.options.assumptions.hidden
+        search.least_seconds = traffic.least_seconds(_LEAST_COMPUTING * self.compute_seconds, hidden)
+        least = traffic.least_seconds(self.compute_seconds, hidden)
+        promising = [staging for staging in self.ordered() if self.least_seconds(staging) < least]
         first = {staging.stages: staging for staging in reversed(promising)}
         for staging in sorted(first.values(), key=self.least_seconds):
             self.plan_promising([staging])
@@ -147,7 +150,7 @@ class StageSearch:
         if not stagings:
             return self.obstacle()
         # Chosen by hand: plans with an axis more take up to five times as long. Asked for, four meshes of six plans.
-        more = 24 if search.stages else max(1, search.count // 10)
+        more = 24 if search.stages else max(0, max(1, search.count // 10) - len(self.plans))
         most_count = search.count + more
         least = self.least_seconds(stagings[0])
         for staging in stagings:
@@ -200,8 +203,10 @@ class StageSearch:
             places = -(-layers // (chunks * fastest.stages)) * chunks * fastest.stages
             if places <= layers * (1 + _MOST_PADDING):
                 with_chunks = attrs.evolve(staging, places=places, chunks=chunks)
-                more = self.least_seconds(with_chunks) - self.least_seconds(staging)
-                chunked.append((with_chunks, self.plans[staging].seconds + more))
+                planned = self.plans[staging]
+                computing = planned.compute_seconds / staging.least_compute_seconds(1.0, layers)
+                more = self.least_seconds(with_chunks, computing) - self.least_seconds(staging, computing)
+                chunked.append((with_chunks, planned.seconds + more))
         return chunked
 
     @property
@@ -257,24 +262,29 @@ class StageSearch:
         counts = range(stages, most + 1, stages) if request is None else (request,)
         return max((count for count in counts if examples % (count * splits) == 0 and count % stages == 0), default=0)
 
-    def least_seconds(self, staging: Staging) -> float:
+    def least_seconds(self, staging: Staging, computing: float | None = None) -> float:
         """The least time of a set-up: what computing takes, and waiting, and traffic between hosts."""
-        traffic, rounds = self.problem.traffic, staging.rounds / staging.microbatches
-        compute = staging.least_compute_seconds(self.compute_seconds, self.problem.layer_count)
-        sending, reducing = traffic.sending_seconds(staging.stages, rounds), traffic.reducing_seconds(staging.stages)
-        return self.least_of(compute, sending, reducing)
+        hidden, rounds = self.problem.options.assumptions.hidden, staging.rounds / staging.microbatches
+        computing = self.compute_seconds if computing is None else computing
+        compute = staging.least_compute_seconds(computing, self.problem.layer_count)
+        return self.problem.traffic.least_seconds(compute, hidden, staging.stages, rounds)
 
     @property
     def compute_seconds(self) -> float:
         """The time that computing takes without stages, on the mesh where it takes least."""
-        outcomes = [outcome for outcome in self.search.free.values() if outcome.result is not None]
-        return min((outcome.compute_seconds for outcome in outcomes), default=0.0)
+        least = min((outcome.compute_seconds for outcome in self.outcomes), default=0.0)
+        return least / self.problem.traffic.hosts if self.repeats else least
 
-    def least_of(self, computing: float, sending: float, reducing: float) -> float:
-        """The least time of a step. Computing may hide a part of how gradients are reduced, and nothing of what stages
-        send each other."""
-        exposed = 1 - self.problem.options.assumptions.hidden
-        return max(computing + sending + exposed * reducing, sending + reducing)
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """The plans without stages, and without a limit of memory."""
+        return [outcome for outcome in self.search.free.values() if outcome.result is not None]
+
+    @property
+    def repeats(self) -> bool:
+        """Hosts compute the same in some plan, as it takes less than adding up gradients over all of them."""
+        reducing = self.problem.traffic.reducing_seconds(self.problem.traffic.hosts)
+        return any(outcome.seconds < reducing for outcome in self.outcomes)
 
     def plan(self, staging: Staging) -> None:
         keeps = self.keeps(staging)

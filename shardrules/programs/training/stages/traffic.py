@@ -1,7 +1,8 @@
 """The traffic between hosts that no layout of a step avoids, with its layers in stages and without.
 
-Each layer either has its gradient added up over the hosts that compute it, or is split over them, and then its inputs
-go from host to host. Stages of one host each need neither; what they compute goes to the next stage.
+Each layer either has its gradient added up over the hosts that compute parts of the batch for it, or is split over
+them, and then its inputs go from host to host; or hosts compute the same. Stages of one host each need none of these;
+what they compute goes to the next stage.
 """
 
 from typing import Any, Self, final
@@ -10,12 +11,14 @@ import attrs
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from shardrules.mesh.divisors import divisors
 from shardrules.programs.jaxprs.bodies import scan_of
 from shardrules.programs.training.cluster import Cluster
 from shardrules.programs.training.stages.layers import LayerLoop
 
-_MESSAGES = 4
-"""The messages of a tick: what a stage has computed and what waits, forward, and the gradients of both."""
+_MESSAGES = 6
+"""The messages of a tick to the next stage: what a stage has computed and what waits, and twice the gradient of each,
+as plans are priced."""
 
 
 @final
@@ -41,20 +44,40 @@ class StageTraffic:
         other_bytes = trained_bytes - layer_bytes
         return cls(layer_bytes, other_bytes, microbatches * _float_bytes(carried), layers.layer_count, cluster)
 
-    def reducing_seconds(self, stages: int = 1) -> float:
-        """The least time in which the network adds up gradients."""
-        hosts = self.cluster.count // self.cluster.granule
+    def least_seconds(self, computing: float, hidden: float, stages: int = 1, rounds: float = 1.0) -> float:
+        """The least time of a step, if computing takes so long where no two hosts compute the same.
+
+        Computing may hide a part of how gradients are added up, and nothing of what stages send each other. They send
+        in so many rounds for each microbatch.
+        """
+        hosts = max(1, self.hosts // stages)
+        sending = self.sending_seconds(stages, rounds) if stages > 1 else 0.0
+        times = []
+        for count in divisors(hosts):
+            reducing = self.reducing_seconds(count, stages)
+            times.append(max(computing * hosts / count + sending + (1 - hidden) * reducing, sending + reducing))
+        return min(times)
+
+    @property
+    def hosts(self) -> int:
+        return self.cluster.count // self.cluster.granule
+
+    def reducing_seconds(self, hosts: int, stages: int = 1) -> float:
+        """The least time in which the network adds up gradients of stages over so many hosts each."""
         layers = min(self.layer_bytes, self.layer_count * self.carried_bytes) / stages
         # A table of words or a head may be split over hosts, which then exchange what they need of it.
         others = min(self.other_bytes, self.carried_bytes / 2)
-        return sum(self._all_reduce_seconds(*part) for part in ((layers, max(1, hosts // stages)), (others, hosts)))
+        return sum(
+            self._all_reduce_seconds(*part) for part in ((layers, hosts), (others, min(self.hosts, hosts * stages)))
+        )
 
     def sending_seconds(self, stages: int, rounds: float) -> float:
-        """The least time in which stages send microbatches to each other, of so many rounds for each microbatch."""
-        cluster = self.cluster
-        if cluster.count == cluster.granule:
+        """The least time in which stages send microbatches to each other."""
+        if self.hosts == 1:
             return 0.0
-        return _MESSAGES * rounds * self.carried_bytes * stages / cluster.count / self._bytes_per_second
+        # The last stage sends nothing.
+        sent_bytes = _MESSAGES * rounds * self.carried_bytes * (stages - 1) / self.cluster.count
+        return sent_bytes / self._bytes_per_second
 
     def _all_reduce_seconds(self, nbytes: float, hosts: int) -> float:
         return 2 * (hosts - 1) / hosts * nbytes / self.cluster.granule / self._bytes_per_second
