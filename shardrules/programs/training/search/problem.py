@@ -228,8 +228,7 @@ class TrainingProblem:
     def traffic(self) -> StageTraffic:
         """The traffic between hosts with stages and without; raises `MicrobatchError` where no loop has the layers."""
         trained = self.loss.jaxpr.in_avals[: self.loss.trainable_count]
-        trained_bytes = sum(aval.size * aval.dtype.itemsize for aval in trained)
-        return StageTraffic.of(self._layers, self._least_split, trained_bytes, self.cluster)
+        return StageTraffic.of(self._layers, self._least_split, trained, self.cluster)
 
     @functools.cached_property
     def _has_equal_layers(self) -> bool:

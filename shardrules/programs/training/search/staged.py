@@ -22,7 +22,7 @@ from shardrules.programs.training.search.problem import Outcome, TrainingProblem
 from shardrules.programs.training.search.search import TrainingSearch, first_fitting
 from shardrules.programs.training.stages.run import STAGE_AXIS, tick_count
 
-_NEAR = 1.2
+_NEAR = 1.1
 """The part by which the first set-up of a number of stages may be slower than the best of the same; chosen by hand."""
 
 _LEAST_COMPUTING = 0.9
@@ -34,13 +34,7 @@ _MOST_PADDING = 0.125
 
 def search_plans(search: TrainingSearch) -> None:
     """Searches for plans without stages and with them, as the user asks for."""
-    stages = StageSearch(search)
-    if search.stages in (None, 1):
-        search.begin()
-        if search.stages is None:
-            stages.run_early()
-        search.run()
-    stages.run()
+    StageSearch(search).search_all()
     search.shrink()
 
 
@@ -92,9 +86,19 @@ class StageSearch:
     why_none: str = ""
     """The reason that the first set-up was refused for which there is no plan."""
 
+    def search_all(self) -> None:
+        """Plans without stages and with them, as the user asks for."""
+        search = self.search
+        if search.stages in (None, 1):
+            search.begin()
+            if search.stages is None:
+                self.run_early()
+            search.run()
+        self.run()
+
     def run_early(self) -> None:
         """Plans set-ups that take less at the least than any without stages: the first of each number of stages, and
-        all of the best number where that is nearly as fast as plans without stages can be."""
+        all of the best number where that is nearly as fast as plans without stages."""
         self.guarded(self.planned_early)
 
     def run(self) -> None:
@@ -124,7 +128,7 @@ class StageSearch:
         if not self.plans:
             return ""
         fastest = min(self.plans, key=lambda staging: self.plans[staging].seconds)
-        if self.plans[fastest].seconds < _NEAR * search.least_seconds:
+        if self.plans[fastest].seconds < _NEAR * min(outcome.seconds for outcome in self.outcomes):
             self.plan_promising([staging for staging in promising if staging.stages == fastest.stages])
             self.plan_promising(
                 [staging for staging, seconds in self.chunked() if search.best is None or seconds < search.best.seconds]

@@ -5,6 +5,7 @@ them, and then its inputs go from host to host; or hosts compute the same. Stage
 what they compute goes to the next stage.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any, Self, final
 
 import attrs
@@ -36,13 +37,17 @@ class StageTraffic:
     cluster: Cluster
 
     @classmethod
-    def of(cls, layers: LayerLoop, microbatches: int, trained_bytes: int, cluster: Cluster) -> Self:
-        """Reads the loop over layers of one of several microbatches."""
+    def of(cls, layers: LayerLoop, microbatches: int, trained: Sequence[Any], cluster: Cluster) -> Self:
+        """Reads the loop over layers of one of several microbatches, and the shapes that are trained."""
         loop, operands = scan_of(layers.equation), layers.equation.invars
-        carried = [var for var in operands[loop.carry] if var in layers.by_microbatch]
-        layer_bytes = min(trained_bytes, _float_bytes(operands[loop.pieces]))
-        other_bytes = trained_bytes - layer_bytes
-        return cls(layer_bytes, other_bytes, microbatches * _float_bytes(carried), layers.layer_count, cluster)
+        carried = _floats(var.aval for var in operands[loop.carry] if var in layers.by_microbatch)
+        pieces = _floats(var.aval for var in operands[loop.pieces] if not isinstance(var, Literal))
+        # Parameters with more bits are converted first, and then gathered, and so are their gradients.
+        width = min((aval.dtype.itemsize for aval in carried), default=1)
+        trained_bytes = _bytes(trained, width)
+        layer_bytes = min(trained_bytes, _bytes(pieces, width))
+        carried_bytes = microbatches * _bytes(carried, width)
+        return cls(layer_bytes, trained_bytes - layer_bytes, carried_bytes, layers.layer_count, cluster)
 
     def least_seconds(self, computing: float, hidden: float, stages: int = 1, rounds: float = 1.0) -> float:
         """The least time of a step, if computing takes so long where no two hosts compute the same.
@@ -88,6 +93,10 @@ class StageTraffic:
         return hardware.network_bytes_per_second * hardware.network_fraction
 
 
-def _float_bytes(variables: list[Any]) -> int:
-    avals = [var.aval for var in variables if not isinstance(var, Literal)]
-    return sum(aval.size * aval.dtype.itemsize for aval in avals if jnp.issubdtype(aval.dtype, jnp.inexact))
+def _floats(avals: Iterable[Any]) -> list[Any]:
+    return [aval for aval in avals if jnp.issubdtype(aval.dtype, jnp.inexact)]
+
+
+def _bytes(avals: Sequence[Any], width: int) -> int:
+    """The bytes of arrays in a dtype of so many bytes, or fewer."""
+    return sum(aval.size * min(width, aval.dtype.itemsize) for aval in avals)
