@@ -70,8 +70,8 @@ class StageTraffic:
     def reducing_seconds(self, hosts: int, stages: int = 1) -> float:
         """The least time in which the network adds up gradients of stages over so many hosts each."""
         layers = min(self.layer_bytes, self.layer_count * self.carried_bytes) / stages
-        # A table of words or a head may be split over hosts, which then exchange what they need of it.
-        others = min(self.other_bytes, self.carried_bytes / 2)
+        # A table of words or a head may be split over hosts, which then exchange examples and their gradients.
+        others = min(self.other_bytes, self.carried_bytes)
         return sum(
             self._all_reduce_seconds(*part) for part in ((layers, hosts), (others, min(self.hosts, hosts * stages)))
         )
