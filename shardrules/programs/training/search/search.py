@@ -205,8 +205,8 @@ class TrainingSearch:
     def plan_free(self, shape: Shape, recipe: Recipe) -> None:
         """Plans a mesh without a limit of memory; where all others were refused, also once the time is up."""
         best = self.best
-        has_stages = best is not None and best.recipe.stages > 1
-        is_beaten = has_stages and best.seconds * (1 - _TIE) <= self.least_seconds
+        fastest = best.seconds * (1 - _TIE) if best is not None and best.recipe.stages > 1 else math.inf
+        is_beaten = fastest <= self.least_seconds
         if shape in self.free or is_beaten or (self.smallest is not None and self.is_over):
             return
         outcome = self.plan(shape, recipe, is_free=True)

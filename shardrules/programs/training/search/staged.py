@@ -15,6 +15,7 @@ import attrs
 
 from shardrules.core.axes import mesh_sizes, mesh_text
 from shardrules.core.errors import MicrobatchError
+from shardrules.programs.autoplan.graph.machine import Assumptions
 from shardrules.programs.costs.step_time import seconds_text
 from shardrules.programs.training.cluster import Shape
 from shardrules.programs.training.keep.keep import Keep
@@ -118,7 +119,7 @@ class StageSearch:
         search = self.search
         if self.refusal() or not self.outcomes or self.repeats:
             return ""
-        traffic, hidden = self.problem.traffic, self.problem.options.assumptions.hidden
+        traffic, hidden = self.problem.traffic, self.hidden
         search.least_seconds = traffic.least_seconds(_LEAST_COMPUTING * self.compute_seconds, hidden)
         least = traffic.least_seconds(self.compute_seconds, hidden)
         promising = [staging for staging in self.ordered() if self.least_seconds(staging) < least]
@@ -268,10 +269,15 @@ class StageSearch:
 
     def least_seconds(self, staging: Staging, computing: float | None = None) -> float:
         """The least time of a set-up: what computing takes, and waiting, and traffic between hosts."""
-        hidden, rounds = self.problem.options.assumptions.hidden, staging.rounds / staging.microbatches
+        rounds = staging.rounds / staging.microbatches
         computing = self.compute_seconds if computing is None else computing
         compute = staging.least_compute_seconds(computing, self.problem.layer_count)
-        return self.problem.traffic.least_seconds(compute, hidden, staging.stages, rounds)
+        return self.problem.traffic.least_seconds(compute, self.hidden, staging.stages, rounds)
+
+    @property
+    def hidden(self) -> float:
+        """The part of how gradients are added up that computing hides."""
+        return (self.problem.options.assumptions or Assumptions()).hidden
 
     @property
     def compute_seconds(self) -> float:
