@@ -15,9 +15,9 @@ Ratios are 1.000, and efforts 1.01 (1B), 1.09 (8B), 1.44 (70B on 64) and 1.13 (7
 512 the time limit of 600 s ended the search; 405B takes 39.2 s, and on an earlier day, with 8 stages of 8 x 8, 48 s
 without a limit of memory. The search for 8B on 64, on 2026-11-24, took 62 s of a core with stages allowed. All of this
 is from before plans were compared by times in which sending overlaps. Of the cases with slow networks, two were planned
-so far with stages allowed, on 2026-11-28, by a draft of this script: 8B with 6.25 GB/s takes 4.04 s in 4 stages, as
+so far with stages allowed, on 2026-11-28, by calls like those below: 8B with 6.25 GB/s takes 4.04 s in 4 stages, as
 with `stages=4`, and 4.38 s without, effort 0.98; with 12.5 GB/s 2.57 s without stages, and 2.99 s with `stages=4`,
-effort 1.07. Neither was planned with 8 stages.
+effort 1.07. Neither was planned with `stages=2` or `stages=8`.
 
 Run it as `python benchmarks/stage_plans.py`; see `--help` for less.
 """
