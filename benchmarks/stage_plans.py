@@ -1,9 +1,10 @@
 """Do plans put layers in stages where that pays, and only there?
 
 **Method.** `plan_training` gets Llama 3 as row 44 of `published/rows.toml` has it, in the size, batch and cluster of
-each case: once with stages allowed, once with `stages=1`. `ratio` is the modelled time of the first plan over that of
-the second, `effort` the processor time of the first search over that of the second, and `stages` the fastest set-up
-with stages that was planned, without a limit of memory if none fits, over the plan. Nobody measured stages of the same
+each case: once with stages allowed, once with `stages=1`, and where the network is slow with 2, 4 and 8. `ratio` is the
+modelled time of the first plan over that of the best other, `effort` the processor time of the first search over that
+of the second, and `stages` the fastest set-up with stages that was planned, without a limit of memory if none fits,
+over the plan. Slow networks have 3 to 25 GB/s for each host. Nobody measured stages of the same
 program: of Llama 3 70B, NeMo's pipeline and MaxText's FSDP were measured within 6 % of each other on 64 and 128 H100s.
 The search for 8B on 64, which has 32 layers, has a limit of its own: 120 s of a core.
 
@@ -12,7 +13,11 @@ stages. For 1B on 8 H100s none is planned with any: waiting alone would cost mor
 fastest planned takes 1.31 times as long, for 70B on 64 and on 128 1.10 and 1.11 times, without a limit of memory.
 Ratios are 1.000, and efforts 1.01 (1B), 1.09 (8B), 1.44 (70B on 64) and 1.13 (70B on 128). For 70B on 128 and 405B on
 512 the time limit of 600 s ended the search; 405B takes 39.2 s, and on an earlier day, with 8 stages of 8 x 8, 48 s
-without a limit of memory. The search for 8B on 64, on 2026-11-24, took 62 s of a core with stages allowed.
+without a limit of memory. The search for 8B on 64, on 2026-11-24, took 62 s of a core with stages allowed. All of this
+is from before plans were compared by times in which sending overlaps. Of the cases with slow networks, two were planned
+so far with stages allowed, on 2026-11-28, by calls like those below: 8B with 6.25 GB/s takes 4.04 s in 4 stages, as
+with `stages=4`, and 4.38 s without, effort 0.98; with 12.5 GB/s 2.57 s without stages, and 2.99 s with `stages=4`,
+effort 1.07. Neither was planned with `stages=2` or `stages=8`.
 
 Run it as `python benchmarks/stage_plans.py`; see `--help` for less.
 """
@@ -25,8 +30,14 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-MOST_EFFORT = 1.5
+MOST_EFFORT = 1.1
 """The most that a search with stages may take, as a part of the one without."""
+
+MOST_SLOW_EFFORT = 1.3
+"""The same where the network is slow."""
+
+STAGES = (1, 2, 4, 8)
+"""The numbers of stages that are asked for where the network is slow."""
 
 MOST_SECONDS = {"8B on 64": 120.0}
 """What a search may take of a core: for 32 layers on 64 devices, with everything left to choose."""
@@ -43,6 +54,8 @@ class Case(NamedTuple):
     sequences: int
     length: int
     dims: dict[str, int]
+    host_gigabytes: float | None = None
+    """What the network of a host sends in a second; by default that of the sheet."""
 
 
 LLAMA_1B = {"embed": 2048, "heads": 32, "kv_heads": 8, "head_dim": 64, "mlp": 8192, "layers": 16}
@@ -57,13 +70,15 @@ CASES = (
     Case("70B on 64", "cuda:h100:64", 128, 8192, LLAMA_70B),
     Case("70B on 128", "cuda:h100:128", 256, 8192, LLAMA_70B),
     Case("405B", "cuda:h100:512", 256, 8192, LLAMA_405B),
+    *(Case(f"8B, {speed:g} GB/s", "cuda:h100:32", 64, 4096, LLAMA_8B, speed) for speed in (3.0, 6.25, 12.5, 25.0)),
+    *(Case(f"1B, {speed:g} GB/s", "cuda:h100:32", 64, 1024, LLAMA_1B, speed) for speed in (3.0, 6.25)),
 )
 
 SMOKE = Case("toy", "cpu:2", 16, 64, {"layers": 2})
 
 
 def figure_of(case: Case, row: Any, time_limit: float) -> dict[str, Any]:
-    """Plans a case with stages and without."""
+    """Plans a case with stages and without, and where the network is slow with each number of stages."""
     import attrs
     import jax
     import jax.numpy as jnp
@@ -74,8 +89,12 @@ def figure_of(case: Case, row: Any, time_limit: float) -> dict[str, Any]:
     row = attrs.evolve(row, dims=attrs.evolve(row.dims, **case.dims), length=case.length)
     step = training_case(scanned_row(row))
     tokens = jax.ShapeDtypeStruct((case.sequences, case.length), jnp.int32)
+    sheet = sr.Hardware.named(case.cluster.rpartition(":")[0])
+    if case.host_gigabytes is not None and sheet.devices_per_host:
+        share = 1e9 * case.host_gigabytes / sheet.devices_per_host
+        sheet = attrs.evolve(sheet, network_bytes_per_second=share)
     plans, seconds = [], []
-    for stages in (None, 1):
+    for stages in (None, *(STAGES if case.host_gigabytes else STAGES[:1])):
         start = time.process_time()
         plans.append(
             sr.plan_training(
@@ -84,25 +103,29 @@ def figure_of(case: Case, row: Any, time_limit: float) -> dict[str, Any]:
                 step.optimizer,
                 (tokens, tokens),
                 cluster=case.cluster,
+                hardware=sheet,
                 stages=stages,
                 time_limit=time_limit,
             )
         )
         seconds.append(time.process_time() - start)
         jax.clear_caches()
-    plan, without = plans
+    plan, *others = plans
+    times = [other.step_time.seconds for other in others]
     staged = [each for each in plan.candidates if each.mesh.startswith("stage:") and each.seconds is not None]
     return {
         "name": case.name,
         "target": case.cluster,
-        "seconds": plan.report.cost,
+        "seconds": plan.step_time.seconds,
         "mesh": plan.report.mesh,
         "recipe": str(plan.recipe),
         "why_no_stages": plan.report.why_no_stages,
-        "ratio": plan.report.cost / without.report.cost,
+        "ratio": plan.step_time.seconds / min(times),
+        "by_stages": times,
+        "is_slow": case.host_gigabytes is not None,
         "effort": seconds[0] / seconds[1],
         "processor_seconds": seconds[0],
-        "stages": min(each.seconds for each in staged) / plan.report.cost if staged else None,
+        "stages": min(each.seconds for each in staged) / plan.step_time.seconds if staged else None,
         "late": any(finding.code == "time-is-up" for finding in plan.report.findings),
     }
 
@@ -111,9 +134,10 @@ def line(figure: dict[str, Any]) -> str:
     """A figure as text."""
     stages = f"{figure['stages']:8.2f}" if figure["stages"] is not None else f"{'':8}"
     late = ", search cut short" if figure["late"] else ""
+    others = ", ".join(f"{seconds:.4g}" for seconds in figure["by_stages"])
     return (
-        f"{figure['name']:12}{figure['target']:16}{figure['seconds']:10.4g}{figure['ratio']:8.3f}{figure['effort']:8.2f}"
-        f"{stages}{figure['processor_seconds']:8.0f}  {figure['mesh']}, {figure['recipe']}{late}"
+        f"{figure['name']:14}{figure['target']:16}{figure['seconds']:10.4g}{figure['ratio']:8.3f}{figure['effort']:8.2f}"
+        f"{stages}{figure['processor_seconds']:8.0f}  {figure['mesh']}, {figure['recipe']}{late}; others {others}"
     )
 
 
@@ -122,8 +146,8 @@ def missed(figures: list[dict[str, Any]]) -> list[str]:
     lines = []
     for figure in figures:
         if figure["ratio"] > 1 + TOLERANCE:
-            lines.append(f"{figure['name']}: with stages allowed {figure['ratio']:.3f} x the plan without")
-        if figure["effort"] > MOST_EFFORT:
+            lines.append(f"{figure['name']}: with stages allowed {figure['ratio']:.3f} x the best plan")
+        if figure["effort"] > (MOST_SLOW_EFFORT if figure["is_slow"] else MOST_EFFORT):
             lines.append(f"{figure['name']}: the search took {figure['effort']:.2f} x that without stages")
         if figure["processor_seconds"] > MOST_SECONDS.get(figure["name"], math.inf):
             lines.append(f"{figure['name']}: the search took {figure['processor_seconds']:.0f} s of a core")
@@ -154,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     out = sys.stderr if options.json else sys.stdout
     heads = ("plan", "ratio", "effort", "stages", "CPU s")
     sizes = (10, 8, 8, 8, 8)
-    print(f"{'':28}" + "".join(f"{head:>{size}}" for head, size in zip(heads, sizes, strict=True)), file=out)
+    print(f"{'':30}" + "".join(f"{head:>{size}}" for head, size in zip(heads, sizes, strict=True)), file=out)
     figures = []
     for case in cases:
         figures.append(figure_of(case, row, options.time_limit))

@@ -15,12 +15,20 @@ def test_smoke_run_plans_a_toy_with_stages_and_without() -> None:
 
 
 def test_slower_plans_and_long_searches_are_named() -> None:
-    figure = {"name": "8B on 64", "ratio": 1.1, "effort": 1.6, "processor_seconds": 121.0, "late": True}
+    figure = {
+        "name": "8B on 64",
+        "ratio": 1.1,
+        "effort": 1.6,
+        "is_slow": False,
+        "processor_seconds": 121.0,
+        "late": True,
+    }
     assert missed([figure]) == [
-        "8B on 64: with stages allowed 1.100 x the plan without",
+        "8B on 64: with stages allowed 1.100 x the best plan",
         "8B on 64: the search took 1.60 x that without stages",
         "8B on 64: the search took 121 s of a core",
         "8B on 64: the search was cut short",
     ]
-    assert missed([figure | {"ratio": 1.0, "effort": 1.5, "processor_seconds": 120.0, "late": False}]) == []
-    assert missed([figure | {"name": "70B", "ratio": 1.0, "effort": 1.5}]) == []
+    assert missed([figure | {"ratio": 1.0, "effort": 1.1, "processor_seconds": 120.0, "late": False}]) == []
+    assert missed([figure | {"name": "70B", "ratio": 1.0, "effort": 1.1}]) == []
+    assert missed([figure | {"name": "70B", "ratio": 1.0, "effort": 1.3, "is_slow": True}]) == []

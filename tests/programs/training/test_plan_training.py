@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.core.errors import ConfigError, ConfigTypeError, DoesNotFitError, MicrobatchError, PlanError, TreeError
 from shardrules.programs.autoplan.solve.peak import Peak
-from shardrules.programs.autoplan.solve.trials import Trial
 from shardrules.programs.training.answer import make as answer
 from shardrules.programs.training.search.staged import StageSearch
 from shardrules.programs.training.step import TrainingStep
@@ -110,12 +109,12 @@ def test_every_candidate_says_why_it_lost(plan: TrainingPlan) -> None:
     first, *others = plan.candidates
     assert first.reason == ""
     assert first.fits
-    assert first.seconds == plan.planned.cost
+    assert first.seconds == plan.step_time.seconds == plan.report.time.seconds
     assert others
     assert all(candidate.reason for candidate in others)
     assert {candidate.mesh for candidate in plan.candidates} >= {"data:8", "data:4,model:2"}
     fitting = [candidate.seconds for candidate in others if candidate.fits and candidate.seconds is not None]
-    assert min(fitting) * 1.002 > plan.report.cost
+    assert min(fitting) * 1.002 > plan.step_time.seconds
 
 
 def test_reports_are_the_same_after_json(plan: TrainingPlan) -> None:
@@ -134,8 +133,8 @@ def test_reports_are_the_same_after_json(plan: TrainingPlan) -> None:
 
 def test_the_frontier_says_what_memory_is_worth() -> None:
     sizes, seconds = (3, 1, 2, 4, 8), (0.1, 0.4, 0.45, 0.1, 0.05)
-    trials = tuple(map(lambda size, cost: Trial((), cost, size * 2**30), sizes, seconds))
-    outcome: Any = SimpleNamespace(result=SimpleNamespace(candidates=trials), paired_bytes=0)
+    choices = [(size * 2**30, time) for size, time in zip(sizes, seconds, strict=True)]
+    outcome: Any = SimpleNamespace(choices=choices, paired_bytes=0)
     points = answer._frontier([outcome])
     assert [(point.limit_bytes, point.seconds) for point in points] == [(2**30, 0.4), (3 * 2**30, 0.1), (2**33, 0.05)]
     assert [point.price for point in points] == [pytest.approx(0.15 / 2**30), pytest.approx(0.01 / 2**30), None]
@@ -151,7 +150,7 @@ def test_the_rule_places_model_and_state(plan: TrainingPlan) -> None:
 
 
 def test_differences_name_mesh_and_recipe(plan: TrainingPlan) -> None:
-    assert plan.diff(plan).seconds == (plan.planned.cost, plan.planned.cost)
+    assert plan.diff(plan).seconds == (plan.step_time.seconds, plan.step_time.seconds)
     assert str(plan.diff(plan)).startswith("time ")
     model, batch = shapes()
     mesh = sr.create_mesh("a:2,b:4")
@@ -394,7 +393,7 @@ def test_checkpoints_are_kept_unless_they_may_be_replaced() -> None:
     ]
     assert not plans[0].recipe.keep.replaces_checkpoints
     assert plans[1].recipe.keep.replaces_checkpoints
-    assert plans[1].report.cost <= plans[0].report.cost
+    assert plans[1].step_time.seconds <= plans[0].step_time.seconds
     # What is computed again by hand is not the model's either.
     assert plans[0].report.model_flops == plans[1].report.model_flops == 3 * 2 * 2 * 6 * 4096 * 64 * 256
 
@@ -554,7 +553,7 @@ def test_only_as_much_state_is_on_hosts_as_has_to_be() -> None:
     parts = [candidate.keep for candidate in plan.candidates if "of state on the host" in candidate.keep]
     assert len(parts) == len(dict.fromkeys(parts)) > 1
     assert max(map(len, str(plan).splitlines())) < 240
-    assert all(other.seconds > plan.report.cost for other in others if other.seconds is not None)
+    assert all(other.seconds > plan.step_time.seconds for other in others if other.seconds is not None)
 
 
 @pytest.mark.slow

@@ -4,4 +4,4 @@ from shardrules.core.storage.records import Format
 
 AUTOPLAN = Format("shardrules_autoplan", 2, "an autoplan report")
 
-TRAINING_PLAN = Format("shardrules_train_plan", 1, "a training plan")
+TRAINING_PLAN = Format("shardrules_train_plan", 2, "a training plan")

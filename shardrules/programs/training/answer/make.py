@@ -75,7 +75,6 @@ def training_plan(
         gradient_dtype=", ".join(dtypes),
         keep=str(recipe.keep),
         time=planned.step_time,
-        cost=planned.cost,
         examples=problem.loss.batch_size,
         split_arrays=split_arrays,
         whole_arrays=whole_arrays,
@@ -199,10 +198,7 @@ def _frontier(outcomes: Iterable[Outcome]) -> tuple[FrontierPoint, ...]:
     More memory is worth what the next of them saves. Beyond the last, nothing was planned.
     """
     points = {
-        (int(trial.peak_bytes) + outcome.paired_bytes, trial.cost)
-        for outcome in outcomes
-        if outcome.result is not None
-        for trial in outcome.result.candidates
+        (peak_bytes + outcome.paired_bytes, seconds) for outcome in outcomes for peak_bytes, seconds in outcome.choices
     }
     front: list[tuple[int, float]] = []
     for peak_bytes, seconds in sorted(points):

@@ -69,7 +69,7 @@ class TrainingPlan:
 
     @property
     def step_time(self) -> StepTime:
-        """The modelled time of a step, in its parts."""
+        """The modelled time of a step, in its parts: `step_time.seconds` is the time by which plans are compared."""
         return self.planned.step_time
 
     @property
@@ -173,6 +173,7 @@ class TrainingPlan:
         """Returns what differs in another plan of the same loss, from this one to the other."""
         return attrs.evolve(
             self.planned.diff(other.planned),
+            seconds=(self.step_time.seconds, other.step_time.seconds),
             peak_bytes=(self.peak_bytes, other.peak_bytes),
             recipe=(str(self.recipe), str(other.recipe)),
         )

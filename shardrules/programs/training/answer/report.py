@@ -99,8 +99,7 @@ class TrainingPlanReport:
     keep: str
     """The arrays that the backward pass keeps, in words."""
     time: StepTime
-    cost: float
-    """The modelled time of a step, in seconds."""
+    """The modelled time of a step, in its parts: `time.seconds` is that of the plan among the candidates."""
     examples: int
     """The examples of a step."""
     split_arrays: tuple[str, ...]
@@ -159,12 +158,13 @@ class TrainingPlanReport:
     @property
     def examples_per_second(self) -> float:
         """The examples that are trained on in a second."""
-        return self.examples / self.cost if self.cost else 0.0
+        return self.examples / self.time.seconds if self.time.seconds else 0.0
 
     @property
     def mfu(self) -> float:
         """The part of the devices' FLOP/s that the model's FLOPs use."""
-        return self.model_flops / (self.cost * self.peak_flops) if self.cost and self.peak_flops else 0.0
+        most_flops = self.time.seconds * self.peak_flops
+        return self.model_flops / most_flops if most_flops else 0.0
 
     def __str__(self) -> str:
         lines = [*map(printable, self._note()), "", *self._candidate_table()]
@@ -199,16 +199,11 @@ class TrainingPlanReport:
             *(("would help", _advice_text(item)) for item in self.advice),
         ]
 
-    @property
-    def _overlaps(self) -> bool:
-        # With three digits, times that are nearer often print the same.
-        return self.time.seconds < 0.995 * self.cost
-
     def _speed_text(self) -> str:
-        tokens = f", {self.tokens / self.cost:,.0f} tokens/s" if self.tokens and self.cost else ""
+        seconds = self.time.seconds
+        tokens = f", {self.tokens / seconds:,.0f} tokens/s" if self.tokens and seconds else ""
         speed = f"{self.examples_per_second:,.4g} examples/s{tokens}"
-        overlap = " if nothing overlaps" if self._overlaps else ""
-        return f"{seconds_text(self.cost)} a step{overlap}, {speed}, {100 * self.mfu:.0f} % MFU"
+        return f"{seconds_text(seconds)} a step, {speed}, {100 * self.mfu:.0f} % MFU"
 
     def _batch_text(self) -> str:
         text = f"{self.examples} examples"
@@ -246,8 +241,7 @@ class TrainingPlanReport:
         time = self.time
         sent, exposed = seconds_text(time.communication_seconds), seconds_text(time.exposed_seconds)
         copies = f", host {seconds_text(time.copy_seconds)}" if time.copy_seconds else ""
-        parts = f"compute {seconds_text(time.compute_seconds)}, communication {sent} ({exposed} of it exposed){copies}"
-        return f"{parts}: {seconds_text(time.seconds)} where that overlaps" if self._overlaps else parts
+        return f"compute {seconds_text(time.compute_seconds)}, communication {sent} ({exposed} of it exposed){copies}"
 
     def _limit_text(self) -> str:
         time = self.time

@@ -3,7 +3,7 @@
 import functools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import attrs
@@ -34,6 +34,7 @@ from shardrules.programs.training.microbatches import SplitLoss, forward_program
 from shardrules.programs.training.search.paired import least_paired_bytes, paired_bytes, pairs_rounds
 from shardrules.programs.training.stages.layers import LayerLoop
 from shardrules.programs.training.stages.layouts import stage_layouts
+from shardrules.programs.training.stages.traffic import StageTraffic
 from shardrules.programs.training.step import Recipe, TrainingStep
 
 REFUSALS = (DoesNotFitError, MeshError, MicrobatchError, PlanError, UnknownAxisError)
@@ -214,10 +215,20 @@ class TrainingProblem:
             )
         return self._keep_choices[key]
 
-    @functools.cached_property
+    @property
     def layer_count(self) -> int:
         """The layers of the loop over layers; raises `MicrobatchError` where there is none."""
-        return LayerLoop.of(self._split.staged_forward, self._split.is_batched).layer_count
+        return self._layers.layer_count
+
+    @functools.cached_property
+    def _layers(self) -> LayerLoop:
+        return LayerLoop.of(self._split.staged_forward, self._split.is_batched)
+
+    @functools.cached_property
+    def traffic(self) -> StageTraffic:
+        """The traffic between hosts with stages and without; raises `MicrobatchError` where no loop has the layers."""
+        trained = self.loss.jaxpr.in_avals[: self.loss.trainable_count]
+        return StageTraffic.of(self._layers, self._least_split, trained, self.cluster)
 
     @functools.cached_property
     def _has_equal_layers(self) -> bool:
@@ -277,6 +288,8 @@ class Outcome:
     """The part of `peak_bytes` that the layouts say nothing of: rounds of loops that run in pairs."""
     compute_seconds: float = 0.0
     """The part of `seconds` in which devices compute."""
+    choices: tuple[tuple[int, float], ...] = ()
+    """The bytes and seconds of the layouts that the search has met."""
 
     def plan(self, problem: TrainingProblem) -> AutoPlan:
         assert self.result is not None, "a refused mesh has no plan"
@@ -330,7 +343,7 @@ def plan_once(
         mesh_text(query.mesh),
         attrs.evolve(recipe, keep=kept_on_device(plan, recipe, batch_splits)),
         result,
-        plan.cost,
+        float(plan.step_time.seconds),
         plan.peak_bytes + more_bytes,
         result.fits and result.peak_bytes + more_bytes <= limit_bytes and host_bytes <= problem.host_limit_bytes,
         batch_splits=batch_splits,
@@ -340,7 +353,17 @@ def plan_once(
         host_bytes=host_bytes,
         paired_bytes=more_bytes,
         compute_seconds=plan.step_time.compute_seconds,
+        choices=tuple(_choices(plan)),
     )
+
+
+def _choices(plan: AutoPlan) -> Iterator[tuple[int, float]]:
+    """Yields bytes and seconds of the choices that a search has met: of those as large, the fastest."""
+    least = math.inf
+    for trial in sorted(plan.result.candidates, key=lambda trial: (trial.peak_bytes, trial.cost)):
+        if trial.cost < least:
+            least, result = trial.cost, attrs.evolve(plan.result, choice=trial.choice)
+            yield int(trial.peak_bytes), float(attrs.evolve(plan, result=result).step_time.seconds)
 
 
 def kept_on_device(planned: AutoPlan, recipe: Recipe, batch_splits: int) -> Keep:

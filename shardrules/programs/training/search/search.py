@@ -10,7 +10,7 @@ less. What is planned follows from earlier results, and from the clock only once
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import final
 
 import attrs
@@ -62,16 +62,24 @@ class TrainingSearch:
     """The part of the optimizer's state on hosts, in recipes that are made."""
     is_late: bool = False
     """The time was up before the search was done."""
+    least_seconds: float = 0.0
+    """The least time of plans without stages, as far as it is known: no more are looked for where one with stages takes
+    no more."""
     why_no_stages: str = ""
     """The reason that layers are not in stages; empty where they are."""
 
-    def run(self) -> None:
-        """Searches for plans in which all devices compute all layers."""
+    def begin(self) -> None:
+        """Plans the first meshes on which all devices compute all layers, without a limit of memory."""
         for shape in self.problem.cluster.shapes():
             is_first = self.smallest is None
             self.plan_free(shape, self.first_recipe)
             if is_first:
                 self.fit_early(shape)
+
+    def run(self) -> None:
+        """Searches for plans in which all devices compute all layers."""
+        if not self.free:
+            self.begin()
         self.fit_all(tuple(self.free))
         while self.center is not None and not self.is_over:
             center = self.center
@@ -112,18 +120,7 @@ class TrainingSearch:
     @property
     def best(self) -> Outcome | None:
         """The fastest plan that fits: of several, the one with the fewest axes, microbatches and arrays recomputed."""
-        fitting = [outcome for outcome in self.outcomes.values() if outcome.fits]
-        if not fitting:
-            return None
-        # Times so near are a tie, and then the simpler plan is better.
-        most = min(outcome.seconds for outcome in fitting) * (1 + _TIE)
-        alike = [outcome for outcome in fitting if outcome.seconds <= most]
-
-        def simplicity(outcome: Outcome) -> tuple[float, ...]:
-            recipe = outcome.recipe
-            return len(recipe.host_state), len(outcome.shape), recipe.microbatches, outcome.peak_bytes
-
-        return min(alike, key=simplicity)
+        return _best_of(self.outcomes.values())
 
     @property
     def fitting(self) -> list[Outcome]:
@@ -180,7 +177,8 @@ class TrainingSearch:
     @property
     def center(self) -> Shape | None:
         """The mesh whose neighbours may be better."""
-        outcome = self.best or self.smallest
+        plain = [outcome for outcome in self.planned if outcome.recipe.stages == 1]
+        outcome = _best_of(plain) or min(plain, key=lambda outcome: outcome.peak_bytes, default=None)
         return None if outcome is None else outcome.shape
 
     @property
@@ -206,7 +204,10 @@ class TrainingSearch:
 
     def plan_free(self, shape: Shape, recipe: Recipe) -> None:
         """Plans a mesh without a limit of memory; where all others were refused, also once the time is up."""
-        if shape in self.free or (self.smallest is not None and self.is_over):
+        best = self.best
+        fastest = best.seconds * (1 - _TIE) if best is not None and best.recipe.stages > 1 else math.inf
+        is_beaten = fastest <= self.least_seconds
+        if shape in self.free or is_beaten or (self.smallest is not None and self.is_over):
             return
         outcome = self.plan(shape, recipe, is_free=True)
         self.free[shape] = outcome
@@ -266,7 +267,9 @@ class TrainingSearch:
         plans = [
             outcome for (other, _), outcome in self.outcomes.items() if other == shape and outcome.result is not None
         ]
-        return [outcome for outcome in plans if outcome.recipe.microbatches == microbatches]
+        return [
+            outcome for outcome in plans if (outcome.recipe.microbatches, outcome.recipe.stages) == (microbatches, 1)
+        ]
 
     def counts(self, splits: int) -> Iterator[int]:
         """Yields numbers of microbatches: 1, 2, 4, ..., as long as all devices have examples of each."""
@@ -402,7 +405,7 @@ class TrainingSearch:
         if best is None:
             return False
         # Recomputing may save time by this model, though not by that of what is kept: on this mesh as on the best.
-        fastest = self.free.get(best.shape, best)
+        fastest = best if best.recipe.stages > 1 else self.free.get(best.shape, best)
         saved = min(1.0, best.seconds / fastest.seconds)
         if bound * saved < best.seconds * (1 - _TIE):
             return False
@@ -425,6 +428,20 @@ class TrainingSearch:
         limited = attrs.evolve(plan.result, peak_bytes=min(plan.result.peak_bytes, limit))
         is_gpu = self.problem.cluster.compile_target().platform == "cuda"
         return [fastest, *([attrs.evolve(fastest, result=limited)] if is_gpu else [])]
+
+
+def _best_of(outcomes: Iterable[Outcome]) -> Outcome | None:
+    fitting = [outcome for outcome in outcomes if outcome.fits]
+    if not fitting:
+        return None
+    # Times so near are a tie, and then the simpler plan is better.
+    most = min(outcome.seconds for outcome in fitting) * (1 + _TIE)
+
+    def simplicity(outcome: Outcome) -> tuple[float, ...]:
+        recipe = outcome.recipe
+        return len(recipe.host_state), len(outcome.shape), recipe.microbatches, outcome.peak_bytes
+
+    return min((outcome for outcome in fitting if outcome.seconds <= most), key=simplicity)
 
 
 def first_fitting(keep_indices: Sequence[int], fits: Callable[[int], bool]) -> int | None:

@@ -1,18 +1,21 @@
 """The search over stages: layers side by side on groups of devices, with microbatches that go from one to the next.
 
 Stages wait at the beginning and at the end of a step, for `stages - 1` of `microbatches + stages - 1` rounds, and each
-round computes a microbatch at most. So what a set-up with stages takes at least is known before it is planned: those
-that cannot be better than the best plan without are not, and of the others the most promising.
+round computes a microbatch at most; some traffic between hosts no layout avoids. So what a set-up takes at least is
+known before it is planned, with stages and without. Where that is less with stages, as over slow networks, they come
+after the first meshes without, and other meshes are planned only as far as they may be better. Elsewhere stages come
+last: those that may be better than the best plan without, and of these the most promising.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import attrs
 
 from shardrules.core.axes import mesh_sizes, mesh_text
 from shardrules.core.errors import MicrobatchError
+from shardrules.programs.autoplan.graph.machine import Assumptions
 from shardrules.programs.costs.step_time import seconds_text
 from shardrules.programs.training.cluster import Shape
 from shardrules.programs.training.keep.keep import Keep
@@ -20,15 +23,19 @@ from shardrules.programs.training.search.problem import Outcome, TrainingProblem
 from shardrules.programs.training.search.search import TrainingSearch, first_fitting
 from shardrules.programs.training.stages.run import STAGE_AXIS, tick_count
 
+_NEAR = 1.1
+"""The part by which the first set-up of a number of stages may be slower than the best of the same; chosen by hand."""
+
+_LEAST_COMPUTING = 0.9
+"""The part of what computing takes on the first meshes that it takes on others at least; chosen by hand."""
+
 _MOST_PADDING = 0.125
 """The places without a layer that stages may have, as a part of the layers; chosen by hand."""
 
 
 def search_plans(search: TrainingSearch) -> None:
     """Searches for plans without stages and with them, as the user asks for."""
-    if search.stages in (None, 1):
-        search.run()
-    StageSearch(search).run()
+    StageSearch(search).search_all()
     search.shrink()
 
 
@@ -60,8 +67,8 @@ class Staging:
     def rounds(self) -> int:
         return tick_count(self.stages, self.microbatches, self.chunks)
 
-    def least_seconds(self, compute_seconds: float, layers: int) -> float:
-        """The least time, if computing takes so long where no device waits."""
+    def least_compute_seconds(self, compute_seconds: float, layers: int) -> float:
+        """The least time of computing, if that takes so long where no device waits."""
         return compute_seconds * self.rounds / (self.chunks * self.microbatches) * self.places / layers
 
     def __str__(self) -> str:
@@ -80,16 +87,63 @@ class StageSearch:
     why_none: str = ""
     """The reason that the first set-up was refused for which there is no plan."""
 
+    def search_all(self) -> None:
+        """Plans without stages and with them, as the user asks for."""
+        search = self.search
+        if search.stages in (None, 1):
+            search.begin()
+            if search.stages is None:
+                self.run_early()
+            search.run()
+        self.run()
+
+    def run_early(self) -> None:
+        """Plans set-ups that take less at the least than any without stages: the first of each number of stages, and
+        all of the best number where that is nearly as fast as plans without stages."""
+        self.guarded(self.planned_early)
+
     def run(self) -> None:
         """Plans, and notes why the best plan has no stages."""
+        self.search.why_no_stages = "stages=1" if self.search.stages == 1 else self.guarded(self.planned)
+
+    def guarded(self, plan: Callable[[], str]) -> str:
         try:
-            why = "stages=1" if self.search.stages == 1 else self.planned()
+            return plan()
         except Exception as error:
             # Where stages are not asked for, an error does not lose the plans without them.
             if self.search.stages is not None:
                 raise
-            why = f"planning them failed: {type(error).__name__}: {' '.join(str(error).split())}"
-        self.search.why_no_stages = why
+            return f"planning them failed: {type(error).__name__}: {' '.join(str(error).split())}"
+
+    def planned_early(self) -> str:
+        search = self.search
+        if self.refusal() or not self.outcomes or self.repeats:
+            return ""
+        traffic, hidden = self.problem.traffic, self.hidden
+        search.least_seconds = traffic.least_seconds(_LEAST_COMPUTING * self.compute_seconds, hidden)
+        least = traffic.least_seconds(self.compute_seconds, hidden)
+        promising = [staging for staging in self.ordered() if self.least_seconds(staging) < least]
+        first = {staging.stages: staging for staging in reversed(promising)}
+        for staging in sorted(first.values(), key=self.least_seconds):
+            self.plan_promising([staging])
+        if not self.plans:
+            return ""
+        fastest = min(self.plans, key=lambda staging: self.plans[staging].seconds)
+        if self.plans[fastest].seconds < _NEAR * min(outcome.seconds for outcome in self.outcomes):
+            self.plan_promising([staging for staging in promising if staging.stages == fastest.stages])
+            self.plan_promising(
+                [staging for staging, seconds in self.chunked() if search.best is None or seconds < search.best.seconds]
+            )
+        return ""
+
+    def plan_promising(self, stagings: Sequence[Staging]) -> None:
+        """Plans set-ups that may be better than the best plan, as long as there is time."""
+        for staging in stagings:
+            if self.search.is_over:
+                return
+            best = self.search.best
+            if staging not in self.plans and (best is None or self.least_seconds(staging) < best.seconds):
+                self.plan(staging)
 
     def planned(self) -> str:
         """Plans, and says why the best plan has no stages; empty where it has some."""
@@ -101,23 +155,18 @@ class StageSearch:
         if not stagings:
             return self.obstacle()
         # Chosen by hand: plans with an axis more take up to five times as long. Asked for, four meshes of six plans.
-        more = 24 if search.stages else max(1, search.count // 10)
+        more = 24 if search.stages else max(0, max(1, search.count // 10) - len(self.plans))
         most_count = search.count + more
         least = self.least_seconds(stagings[0])
         for staging in stagings:
-            best = search.best
-            if best is not None and self.least_seconds(staging) >= best.seconds:
-                continue
-            # The next plan may take twice as long as the longest so far.
-            if search.count >= most_count or search.deadline.seconds_left <= 2 * search.longest_seconds:
+            if search.count >= most_count or search.is_over:
                 break
-            self.plan(staging)
+            self.plan_promising([staging])
         for staging, seconds in self.chunked():
-            best = search.best
-            if search.count >= most_count + more or search.deadline.seconds_left <= 2 * search.longest_seconds:
+            if search.count >= most_count + more or search.is_over:
                 break
-            if best is None or seconds < best.seconds:
-                self.plan(staging)
+            if search.best is None or seconds < search.best.seconds:
+                self.plan_promising([staging])
         if search.best is not None and search.best.recipe.stages > 1:
             return ""
         return self.why_not(stagings[0], least)
@@ -147,7 +196,7 @@ class StageSearch:
             return str(error)
 
     def chunked(self) -> list[tuple[Staging, float]]:
-        """The set-ups planned on the fastest mesh, with chunks, and what they take if only waiting differs."""
+        """The set-ups planned on the fastest mesh, with chunks, and what they take if only bounds differ."""
         if not self.plans:
             return []
         layers = self.problem.layer_count
@@ -159,8 +208,10 @@ class StageSearch:
             places = -(-layers // (chunks * fastest.stages)) * chunks * fastest.stages
             if places <= layers * (1 + _MOST_PADDING):
                 with_chunks = attrs.evolve(staging, places=places, chunks=chunks)
-                ratio = with_chunks.least_seconds(1.0, layers) / staging.least_seconds(1.0, layers)
-                chunked.append((with_chunks, ratio * self.plans[staging].seconds))
+                planned = self.plans[staging]
+                computing = planned.compute_seconds / staging.least_compute_seconds(1.0, layers)
+                more = self.least_seconds(with_chunks, computing) - self.least_seconds(staging, computing)
+                chunked.append((with_chunks, planned.seconds + more))
         return chunked
 
     @property
@@ -216,11 +267,34 @@ class StageSearch:
         counts = range(stages, most + 1, stages) if request is None else (request,)
         return max((count for count in counts if examples % (count * splits) == 0 and count % stages == 0), default=0)
 
-    def least_seconds(self, staging: Staging) -> float:
-        """The least time of a set-up: what computing takes, and waiting."""
-        outcomes = [outcome for outcome in self.search.free.values() if outcome.result is not None]
-        compute = min((outcome.compute_seconds for outcome in outcomes), default=0.0)
-        return staging.least_seconds(compute, self.problem.layer_count)
+    def least_seconds(self, staging: Staging, computing: float | None = None) -> float:
+        """The least time of a set-up: what computing takes, and waiting, and traffic between hosts."""
+        rounds = staging.rounds / staging.microbatches
+        computing = self.compute_seconds if computing is None else computing
+        compute = staging.least_compute_seconds(computing, self.problem.layer_count)
+        return self.problem.traffic.least_seconds(compute, self.hidden, staging.stages, rounds)
+
+    @property
+    def hidden(self) -> float:
+        """The part of how gradients are added up that computing hides."""
+        return (self.problem.options.assumptions or Assumptions()).hidden
+
+    @property
+    def compute_seconds(self) -> float:
+        """The time that computing takes without stages, on the mesh where it takes least."""
+        least = min((outcome.compute_seconds for outcome in self.outcomes), default=0.0)
+        return least / self.problem.traffic.hosts if self.repeats else least
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """The plans without stages, and without a limit of memory."""
+        return [outcome for outcome in self.search.free.values() if outcome.result is not None]
+
+    @property
+    def repeats(self) -> bool:
+        """Hosts compute the same in some plan, as it takes less than adding up gradients over all of them."""
+        reducing = self.problem.traffic.reducing_seconds(self.problem.traffic.hosts)
+        return any(outcome.seconds < reducing for outcome in self.outcomes)
 
     def plan(self, staging: Staging) -> None:
         keeps = self.keeps(staging)

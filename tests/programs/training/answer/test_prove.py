@@ -112,8 +112,8 @@ def test_the_plan_without_proof_is_compiled_first_and_the_fastest_whatever_the_m
     assert calls[0] is unproved
     assert not calls[1].fits
     assert calls[1].seconds < unproved.seconds
-    assert plan.report.cost == pytest.approx(calls[1].seconds)
-    assert plan.report.cost < unproved.seconds
+    assert plan.step_time.seconds == pytest.approx(calls[1].seconds)
+    assert plan.step_time.seconds < unproved.seconds
     assert plan.candidates[0].fits
     assert plan.candidates[0].reason == ""
     assert sum(not candidate.reason for candidate in plan.candidates) == 1
@@ -126,7 +126,7 @@ def test_the_plan_without_proof_is_kept_where_nothing_better_fits(monkeypatch: p
     assert unproved is not None
     proved_by(monkeypatch, lambda outcome: limit if outcome is unproved else 2 * limit)
     plan = proved_plan(search, 3)
-    assert plan.report.cost == pytest.approx(unproved.seconds)
+    assert plan.step_time.seconds == pytest.approx(unproved.seconds)
     assert plan.report.mesh == unproved.mesh
     assert plan.compiled[0].fits
     assert len(plan.compiled) > 1
@@ -139,7 +139,7 @@ def test_what_compilers_fail_at_is_returned_unless_something_is_proved(monkeypat
     failure = CompileError("the compiler fails")
     proved_by(monkeypatch, lambda outcome: failure if outcome is unproved else 2 * limit)
     plan = proved_plan(search, 2)
-    assert plan.report.cost == pytest.approx(unproved.seconds)
+    assert plan.step_time.seconds == pytest.approx(unproved.seconds)
     assert codes(plan)["not-compiled"].startswith("the compiler failed at this plan, which is modelled to take")
     assert "compiled, and need" in codes(plan)["not-compiled"]
     assert "of which nothing is proved: the compiler fails" in codes(plan)["compiler-failed"]

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE
 from shardrules.programs.training.cluster import Cluster
 from shardrules.programs.training.search.search import TrainingSearch
 from shardrules.programs.training.search.staged import StageSearch, Staging
+from shardrules.programs.training.stages.traffic import StageTraffic
 from tests.programs.training.checks import assert_close, problem_of
 
 LAYERS, EXAMPLES, WIDTH = 4, 16, 16
@@ -191,18 +193,80 @@ def test_a_count_of_stages_is_positive() -> None:
 @pytest.mark.slow
 def test_plans_with_stages_allowed_are_not_slower() -> None:
     without, allowed = plan_of(stages=1), plan_of()
-    assert allowed.report.cost <= without.report.cost
+    assert allowed.step_time.seconds <= without.step_time.seconds
     text = allowed.report.to_json()
     assert sr.reports.TrainingPlanReport.from_json(text) == allowed.report
+
+
+def slow_search(stages: int | None, network_bytes_per_second: float = 3e9, tokens: int = 131072) -> StageSearch:
+    """Searches for plans of wide layers on four hosts."""
+    width, length = 8192, 16
+    shapes = (length, width, 4 * width), (length, 4 * width, width)
+    model = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+
+    def wide(weights: Any, x: Any) -> Any:
+        return jnp.mean(jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None), x, weights)[0] ** 2)
+
+    hardware = attrs.evolve(
+        sr.Hardware.named("cuda:h100"), network_bytes_per_second=network_bytes_per_second, memory_bytes=2**40
+    )
+    batch = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
+    problem = problem_of(wide, model, batch, Cluster.of("cuda:h100:32", hardware), optimizer=optax.sgd(1e-2))
+    staged = StageSearch(TrainingSearch(problem, None, stages, NO_DEADLINE, lambda text: None))
+    staged.search_all()
+    return staged
+
+
+def seconds_of(staged: StageSearch) -> float:
+    assert staged.search.best is not None
+    return staged.search.best.seconds
+
+
+@pytest.mark.slow
+def test_stages_are_found_where_networks_are_slow() -> None:
+    free, *others = (slow_search(stages) for stages in (None, 1, 2, 4, 8))
+    assert free.search.best is not None
+    assert free.search.best.recipe.stages == 4
+    assert seconds_of(free) <= min(map(seconds_of, others))
+    assert seconds_of(free) < 0.9 * seconds_of(others[0])
+    for staged in (free, *others):
+        assert all(staged.least_seconds(staging) <= outcome.seconds for staging, outcome in staged.plans.items())
+    assert free.search.least_seconds <= seconds_of(others[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [2**12, 2**15])
+def test_hosts_may_compute_the_same(tokens: int) -> None:
+    """Where little is computed, plans without stages need no network, and are found with stages allowed."""
+    free, without = slow_search(None, 1e9, tokens), slow_search(1, 1e9, tokens)
+    assert free.repeats
+    assert seconds_of(free) <= seconds_of(without) * 1.001
+
+
+def test_traffic_between_hosts_is_counted() -> None:
+    hardware = attrs.evolve(
+        sr.Hardware.named("cuda:h100"), network_bytes_per_second=1.0, network_fraction=1.0, devices_per_host=8
+    )
+    traffic = StageTraffic(800, 80, 400, 4, Cluster.of("cuda:h100:32", hardware))
+    assert traffic.hosts == 4
+    assert traffic.reducing_seconds(4) == 2 * 3 / 4 * (800 + 80) / 8
+    # Of two stages each has half of the layers on half of the hosts, and all hosts have the rest.
+    assert traffic.reducing_seconds(2, 2) == 2 * 1 / 2 * 400 / 8 + 2 * 3 / 4 * 80 / 8
+    assert traffic.sending_seconds(4, 1.5) == 6 * 1.5 * 400 * 3 / 32
+    assert traffic.least_seconds(1000.0, 0.5) == 1000 + 0.5 * traffic.reducing_seconds(4)
+    # Four hosts that compute the same send nothing.
+    assert traffic.least_seconds(0.1, 0.5) == pytest.approx(0.4)
+    host = attrs.evolve(traffic, cluster=Cluster.of("cuda:h100:8", hardware))
+    assert host.reducing_seconds(1) == host.sending_seconds(4, 1.5) == 0
 
 
 def test_waiting_is_counted() -> None:
     staging = Staging((4, 8), 12, 6)
     assert (staging.stages, staging.rounds) == (4, 15)
-    assert staging.least_seconds(1.0, 5) == 15 / 12 * 6 / 5
+    assert staging.least_compute_seconds(1.0, 5) == 15 / 12 * 6 / 5
     chunked = Staging((4, 8), 12, 8, chunks=2)
     assert chunked.rounds == 27
-    assert chunked.least_seconds(1.0, 5) == 27 / 24 * 8 / 5
+    assert chunked.least_compute_seconds(1.0, 5) == 27 / 24 * 8 / 5
 
 
 def test_many_and_few_microbatches_take_turns() -> None:
@@ -217,7 +281,7 @@ def test_many_and_few_microbatches_take_turns() -> None:
     assert counts[:4] == [32, 8, 32, 8]
     assert len({*ordered}) == len(ordered)
     for count in {*counts}:
-        least = [each.least_seconds(1.0, 8) for each in ordered if each.microbatches == count * each.stages]
+        least = [each.least_compute_seconds(1.0, 8) for each in ordered if each.microbatches == count * each.stages]
         assert least == sorted(least)
 
 

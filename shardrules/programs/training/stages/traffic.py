@@ -1,0 +1,102 @@
+"""The traffic between hosts that no layout of a step avoids, with its layers in stages and without.
+
+Each layer either has its gradient added up over the hosts that compute parts of the batch for it, or is split over
+them, and then its inputs go from host to host; or hosts compute the same. Stages of one host each need none of these;
+what they compute goes to the next stage.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Self, final
+
+import attrs
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from shardrules.mesh.divisors import divisors
+from shardrules.programs.jaxprs.bodies import scan_of
+from shardrules.programs.training.cluster import Cluster
+from shardrules.programs.training.stages.layers import LayerLoop
+
+_MESSAGES = 6
+"""The messages of a tick to the next stage: what a stage has computed and what waits, and twice the gradient of each,
+as plans are priced."""
+
+
+@final
+@attrs.frozen
+class StageTraffic:
+    """The bytes of a step that have to go between hosts at least, and the network for them."""
+
+    layer_bytes: int
+    """The layers that are trained."""
+    other_bytes: int
+    """What else is trained."""
+    carried_bytes: int
+    """What a layer hands on to the next, for all examples."""
+    layer_count: int
+    cluster: Cluster
+
+    @classmethod
+    def of(cls, layers: LayerLoop, microbatches: int, trained: Sequence[Any], cluster: Cluster) -> Self:
+        """Reads the loop over layers of one of several microbatches, and the shapes that are trained."""
+        loop, operands = scan_of(layers.equation), layers.equation.invars
+        carried = _floats(var.aval for var in operands[loop.carry] if var in layers.by_microbatch)
+        pieces = _floats(var.aval for var in operands[loop.pieces] if not isinstance(var, Literal))
+        # Parameters with more bits are converted first, and then gathered, and so are their gradients.
+        width = min((aval.dtype.itemsize for aval in carried), default=1)
+        trained_bytes = _bytes(trained, width)
+        layer_bytes = min(trained_bytes, _bytes(pieces, width))
+        carried_bytes = microbatches * _bytes(carried, width)
+        return cls(layer_bytes, trained_bytes - layer_bytes, carried_bytes, layers.layer_count, cluster)
+
+    def least_seconds(self, computing: float, hidden: float, stages: int = 1, rounds: float = 1.0) -> float:
+        """The least time of a step, if computing takes so long where no two hosts compute the same.
+
+        Computing may hide a part of how gradients are added up, and nothing of what stages send each other. They send
+        in so many rounds for each microbatch.
+        """
+        hosts = max(1, self.hosts // stages)
+        sending = self.sending_seconds(stages, rounds) if stages > 1 else 0.0
+        times = []
+        for count in divisors(hosts):
+            reducing = self.reducing_seconds(count, stages)
+            times.append(max(computing * hosts / count + sending + (1 - hidden) * reducing, sending + reducing))
+        return min(times)
+
+    @property
+    def hosts(self) -> int:
+        return self.cluster.count // self.cluster.granule
+
+    def reducing_seconds(self, hosts: int, stages: int = 1) -> float:
+        """The least time in which the network adds up gradients of stages over so many hosts each."""
+        layers = min(self.layer_bytes, self.layer_count * self.carried_bytes) / stages
+        # A table of words or a head may be split over hosts, which then exchange examples and their gradients.
+        others = min(self.other_bytes, self.carried_bytes)
+        return sum(
+            self._all_reduce_seconds(*part) for part in ((layers, hosts), (others, min(self.hosts, hosts * stages)))
+        )
+
+    def sending_seconds(self, stages: int, rounds: float) -> float:
+        """The least time in which stages send microbatches to each other."""
+        if self.hosts == 1:
+            return 0.0
+        # The last stage sends nothing.
+        sent_bytes = _MESSAGES * rounds * self.carried_bytes * (stages - 1) / self.cluster.count
+        return sent_bytes / self._bytes_per_second
+
+    def _all_reduce_seconds(self, nbytes: float, hosts: int) -> float:
+        return 2 * (hosts - 1) / hosts * nbytes / self.cluster.granule / self._bytes_per_second
+
+    @property
+    def _bytes_per_second(self) -> float:
+        hardware = self.cluster.hardware
+        return hardware.network_bytes_per_second * hardware.network_fraction
+
+
+def _floats(avals: Iterable[Any]) -> list[Any]:
+    return [aval for aval in avals if jnp.issubdtype(aval.dtype, jnp.inexact)]
+
+
+def _bytes(avals: Sequence[Any], width: int) -> int:
+    """The bytes of arrays in a dtype of so many bytes, or fewer."""
+    return sum(aval.size * min(width, aval.dtype.itemsize) for aval in avals)
