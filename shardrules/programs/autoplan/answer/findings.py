@@ -202,7 +202,7 @@ def time_is_up(time_limit: float, gap: float) -> Finding:
 
 
 def may_not_fit(call: Call, limit_bytes: int, peak: Peak, pinned: Sequence[int], costs: PinCosts) -> Finding:
-    """Returns the finding that no plan was found that is expected to fit: whether pins are behind it, and what to do."""
+    """Returns the finding that no plan is expected to fit that was found: if pins are behind it, and what to do."""
     message = (
         f"no plan was found that is expected to fit in {bytes_text(limit_bytes)}; this one is modelled to take {peak}"
     )

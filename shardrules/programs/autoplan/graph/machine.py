@@ -45,8 +45,8 @@ class Assumptions:
     # The order of magnitude of XLA's own thresholds. With half as much, more small collectives pay their latency alone.
     combined_bytes: int = 8 * 2**20
     temporaries: float | None = None
-    # XLA for GPUs hides between a quarter and three quarters in the models of the benchmark. Plans do not
-    # depend on it: with more, their modelled times are shorter.
+    # XLA for GPUs hides between a quarter and three quarters in the models of the benchmark. Layouts do not depend on
+    # it, but which of several meshes and recipes is best for a training does.
     hidden: float = 0.5
 
 
