@@ -75,6 +75,12 @@ class Edge:
     def changes(self) -> np.ndarray:
         return (self.from_layouts[:, None, :] != self.to_layouts[None, :, :]).any(axis=2)
 
+    @functools.cached_property
+    def sends(self) -> np.ndarray:
+        """The moves for which devices need more of the array than they have: it is not only split further."""
+        sources = self.from_layouts[:, None, :]
+        return ((sources >= 0) & (sources != self.to_layouts[None, :, :])).any(axis=2)
+
     def decided(self, table: np.ndarray) -> tuple[int, np.ndarray]:
         """The node that alone decides what an edge with one layout at either end costs, and what for its layouts.
 

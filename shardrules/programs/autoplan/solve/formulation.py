@@ -27,7 +27,7 @@ class MemoryConstraint:
     layout_bytes: Mapping[int, np.ndarray]
     """For some nodes the bytes of each layout."""
     copy_bytes: Mapping[int, np.ndarray]
-    """For some edges the bytes of each layout that the array is brought to, unless it has that layout already."""
+    """For some edges the bytes of the copies from each layout of the array to each."""
     constant_bytes: float
     limit_bytes: float
 
@@ -35,10 +35,7 @@ class MemoryConstraint:
         """Returns what is in memory under a choice."""
         total = self.constant_bytes + sum(float(sizes[choice[node]]) for node, sizes in self.layout_bytes.items())
         for edge_index, sizes in self.copy_bytes.items():
-            edge = problem.edges[edge_index]
-            row, column = edge.codes(choice)
-            if edge.changes[row, column]:
-                total += float(sizes[column])
+            total += float(sizes[problem.edges[edge_index].codes(choice)])
         return total
 
 
@@ -206,12 +203,11 @@ class Formulation:
             values.append(sizes)
         for edge_index, sizes in constraint.copy_bytes.items():
             edge = self.problem.edges[edge_index]
-            # A move to the layout that the array has already makes no copy.
             if edge_index in self.pairs:
-                columns.append(self.pairs[edge_index][1] + np.arange(edge.changes.size))
-                values.append((edge.changes * sizes).ravel())
-            elif 1 in edge.changes.shape:
-                node, layout_sizes = edge.decided(edge.changes * sizes)
+                columns.append(self.pairs[edge_index][1] + np.arange(sizes.size))
+                values.append(sizes.ravel())
+            elif 1 in sizes.shape:
+                node, layout_sizes = edge.decided(sizes)
                 columns.append(np.arange(len(layout_sizes)) + self.offsets[node])
                 values.append(layout_sizes)
         return (

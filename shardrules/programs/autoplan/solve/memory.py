@@ -148,14 +148,19 @@ class Occupancy:
             edge = problem.edges[copy.edge]
             row, column = edge.codes(choice)
             target = edge.to_layouts[column]
-            source = edge.from_layouts[row]
-            if (source == target).all() or (copy.is_fused and not _is_sent(source, target)):
+            if not self._is_copied(copy)[row, column]:
                 continue
             key = (copy.array, target.tobytes())
             first, last, _ = spans.get(key, (copy.first, copy.last, 0.0))
             nbytes = copy.width * edge.nbytes / float(shard_counts(target[None], problem.machine)[0])
             spans[key] = (min(first, copy.first), max(last, copy.last), nbytes)
         return [((first, last), nbytes) for first, last, nbytes in spans.values()]
+
+    def _is_copied(self, copy: Copy) -> np.ndarray:
+        """Returns from which layouts an edge copies an array to which."""
+        edge = self.problem.edges[copy.edge]
+        # In a kernel that reads it, it is not written where it is only split further.
+        return edge.sends if copy.is_fused else edge.changes
 
     def constraint(self, op_index: int, limit_bytes: float, certain: bool = False) -> MemoryConstraint:
         """Returns a bound on what is in memory at an operation.
@@ -166,25 +171,23 @@ class Occupancy:
         rules out every choice that does not fit.
         """
         problem = self.problem
-        counted_arrays: dict[tuple[int, int], None] = {}
         layout_bytes: dict[int, np.ndarray] = {}
         for stay, sizes in zip(self.stays, self._stay_sizes, strict=True):
             if stay.first <= op_index <= stay.last:
                 node = stay.home.node
                 layout_bytes[node] = layout_bytes.get(node, np.zeros(len(sizes))) + sizes
-        copy_bytes: dict[int, np.ndarray] = {}
+        # Operations alike share an edge, but each array has a copy of its own.
+        copies: dict[tuple[tuple[int, int], int], np.ndarray] = {}
         for copy in self.copies:
-            if not copy.first <= op_index <= (copy.last if certain else copy.until) or (certain and copy.is_fused):
-                continue
-            # Operations alike share an edge: of their copies, only the one made right here may come on top.
-            if copy.edge in copy_bytes and copy.first != op_index:
-                continue
-            if certain and copy.array in counted_arrays:
-                continue
-            counted_arrays[copy.array] = None
-            edge = problem.edges[copy.edge]
-            sizes = copy.width * edge.nbytes / shard_counts(edge.to_layouts, problem.machine)
-            copy_bytes[copy.edge] = copy_bytes.get(copy.edge, 0.0) + sizes * self.temporaries
+            if copy.first <= op_index <= (copy.last if certain else copy.until):
+                edge, key = problem.edges[copy.edge], (copy.array, copy.edge)
+                sizes = copy.width * edge.nbytes * self.temporaries / shard_counts(edge.to_layouts, problem.machine)
+                copies[key] = np.maximum(copies.get(key, 0.0), self._is_copied(copy) * sizes)
+        if certain:  # one copy of each array
+            copies = {key: copies[key] for key in dict([*copies]).items()}
+        copy_bytes: dict[int, np.ndarray] = {}
+        for (_, edge_index), sizes in copies.items():
+            copy_bytes[edge_index] = copy_bytes.get(edge_index, 0.0) + sizes
         return MemoryConstraint(layout_bytes, copy_bytes, self.fixed_bytes, limit_bytes)
 
 
@@ -499,11 +502,6 @@ def _copies(
             copies.append(Copy((result, -1), edge_index, here, here, here, True, _width(problem, result)))
             kept_until[result, -1] = here
     return tuple(attrs.evolve(copy, until=kept_until[copy.array]) for copy in copies)
-
-
-def _is_sent(source: np.ndarray, target: np.ndarray) -> bool:
-    """Devices need more of an array than they have: it is not only split further."""
-    return bool(((source >= 0) & (source != target)).any())
 
 
 def _birth_region(program: TracedProgram, array: int) -> int:

@@ -212,18 +212,14 @@ class Messages:
         for edge_index, sizes in copies.items():
             edge = self.problem.edges[edge_index]
             if edge_index not in self.edge_links and edge.start != edge.end:
-                node, costs = edge.decided(edge.changes * sizes)
+                node, costs = edge.decided(sizes)
                 unary[node] += costs
         # Only differences to the old prices are added: messages that were passed at those stay valid.
         for node, costs in enumerate(unary):
             self.unary[node] = self.unary[node] + (costs - self.memory_unary[node])
         self.memory_unary = unary
         for edge_index, link in self.edge_links.items():
-            sizes = copies.get(edge_index)
-            if sizes is None:
-                link.set_costs(link.cost, None)
-                continue
-            link.set_costs(link.cost, self.problem.edges[edge_index].changes * sizes)
+            link.set_costs(link.cost, copies.get(edge_index))
         return paid
 
     def sweep(self) -> None:

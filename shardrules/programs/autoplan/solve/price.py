@@ -43,8 +43,9 @@ _FIRST_RAISE, _STEEPER, _LOWER = 0.25, 2.0, 0.5
 cheapest choice; by what it rises faster each time that nothing fits; and to what part prices fall if it does. With
 larger steps, choices are smaller than they need be; with smaller ones, some limits are not reached."""
 
-APART = 0.01
-"""Gaps that are smaller count as closed where looking further takes seconds: models of costs are further off."""
+APART = 0.004
+"""Gaps that are smaller count as closed where looking further takes seconds: models of costs are further off. With
+0.01, some plans cost up to 0.9 % more, for as much processor time."""
 
 _HIGHEST, _HIGHER = 1.0, 16.0
 """The highest price of all moments together: memory as a whole at so many times what the cheapest choice costs. If

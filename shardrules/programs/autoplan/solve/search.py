@@ -325,9 +325,7 @@ class Search:
                 gains[node] += sizes[answer.choice[node]] - sizes.min()
             for edge_index, sizes in constraint.copy_bytes.items():
                 edge = problem.edges[edge_index]
-                row, column = edge.codes(answer.choice)
-                if edge.changes[row, column]:
-                    gains[edge.end] += sizes[column]
+                gains[edge.end] += sizes[edge.codes(answer.choice)]
         else:
             for node_index, node in enumerate(problem.nodes):
                 gains[node_index] = node.seconds[answer.choice[node_index]] - node.seconds.min()

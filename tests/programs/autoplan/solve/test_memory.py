@@ -155,22 +155,16 @@ def test_constants_lie_in_memory() -> None:
 
 
 @pytest.mark.parametrize("seed", range(0, 60, 3))
-def test_memory_constraints_count_at_least_what_lies_there(seed: int) -> None:
-    """Otherwise a solution of the linear program might not fit."""
+def test_memory_constraints_are_above_and_below_what_lies_there(seed: int) -> None:
+    """Otherwise a solution of the linear program might not fit, or one that fits might be ruled out."""
     task, rng = random_task(seed), np.random.default_rng(seed)
     problem = task.problem
     for _ in range(10):
         choice = [int(rng.integers(len(node.layouts))) for node in problem.nodes]
-        timeline = task.occupancy.timeline(choice)
-        for moment in range(len(problem.program.operations) + 1):
-            constraint = task.occupancy.constraint(moment, np.inf)
-            counted = constraint.constant_bytes
-            counted += sum(sizes[choice[node]] for node, sizes in constraint.layout_bytes.items())
-            for edge_index, sizes in constraint.copy_bytes.items():
-                edge = problem.edges[edge_index]
-                if edge.changes[edge.codes(choice)]:
-                    counted += sizes[edge.codes(choice)[1]]
-            assert counted >= timeline[moment] * (1 - 1e-9)
+        for moment, nbytes in enumerate(task.occupancy.timeline(choice)):
+            least, most = (task.occupancy.constraint(moment, np.inf, certain=certain) for certain in (True, False))
+            assert least.used_bytes(problem, choice) <= nbytes * (1 + 1e-9)
+            assert most.used_bytes(problem, choice) >= nbytes * (1 - 1e-9)
 
 
 def test_what_nothing_waits_for_is_put_off_on_gpus() -> None:
