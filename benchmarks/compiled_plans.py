@@ -7,7 +7,8 @@ TPU v5e and for 8 CPU devices, none of which need be present. `compiled_plans.js
 of every node of the problem, the compiler's peak of memory, the time of a step by our own model of the compiled
 program, and the bytes on the wire. Nothing in it is a prediction, so it stays as it is when the model changes.
 
-Half of the programs are set aside (`SET_ASIDE`). `compiler_rules.py` compares the model with the table, for each half.
+About half of the programs are set aside (`SET_ASIDE`). `compiler_rules.py` compares the model with the table, for each
+half.
 
 Run it as `python benchmarks/compiled_plans.py`: what is in the table already is not compiled again. It needs the extras
 `cuda`, `tpu` and `cudnn`, and some hours.
@@ -49,7 +50,7 @@ SEEN = (
     *("linear_recurrence", "alibi_decoder", "distillation", "evaluation", "pooled_net"),
 )
 SET_ASIDE = tuple(name for name in PROGRAMS if name not in SEEN)
-"""Half of the programs: nothing is chosen by what they show."""
+"""About half of the programs: nothing is chosen by what they show."""
 
 TIGHT = 0.85
 """The part of the modelled peak of the free plan that the tight plan may take."""

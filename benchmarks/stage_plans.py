@@ -17,7 +17,8 @@ without a limit of memory. The search for 8B on 64, on 2026-11-24, took 62 s of 
 is from before plans were compared by times in which sending overlaps. Of the cases with slow networks, two were planned
 so far with stages allowed, on 2026-11-28, by calls like those below: 8B with 6.25 GB/s takes 4.04 s in 4 stages, as
 with `stages=4`, and 4.38 s without, effort 0.98; with 12.5 GB/s 2.57 s without stages, and 2.99 s with `stages=4`,
-effort 1.07. Neither was planned with `stages=2` or `stages=8`.
+effort 1.07. Neither was planned with `stages=2` or `stages=8`. For 1B, with 3 and 6.25 GB/s, no plan has stages: ratios
+are 1.000, and efforts 1.02 and 1.37; with 2 stages it takes 2.17 and 1.56 times as long.
 
 Run it as `python benchmarks/stage_plans.py`; see `--help` for less.
 """

@@ -61,7 +61,7 @@ class Compiler(abc.ABC):
 class GpuCompiler(Compiler):
     """XLA for GPUs."""
 
-    # Of 114 plans of programs that were looked at, 92 % are within these.
+    # Of 124 plans of programs that were looked at, 93 % are within these.
     gaps = (0.9, 1.05, 1.3)
     reads_in_order = True
     moves_summed_dims = True

@@ -33,6 +33,10 @@ def test_compiled_peaks_are_in_the_range(name: str) -> None:
     assert (is_over, is_under) == (False, False) or name in (*OVER, *UNDER)
 
 
+def test_the_table_is_of_these_programs() -> None:
+    assert [*ROWS] == [*PROGRAMS]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["loss, looked up, 12000 words", "norms of groups, 8 examples", "recomputed on data:8"]

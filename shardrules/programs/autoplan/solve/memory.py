@@ -389,8 +389,9 @@ def _window_stays(problem: Problem, positions: _Positions, spans: _Spans, waits:
         producer = program.producers.get(problem.fusion.sources.get(operand, operand))
         if producer is not None and program.operations[producer].region == operation.region and not waits:
             first = positions[producer]
-        shape = program.arrays[gradient].shape
-        yield Stay(home, 4 * (len(shape) + 1) * math.prod(shape), first, last)
+        array = program.arrays[gradient]
+        width = max(4, array.dtype.itemsize) + 4 * len(array.shape)
+        yield Stay(home, width * math.prod(array.shape), first, last)
 
 
 def _region_stays(problem: Problem, positions: _Positions) -> Iterator[Stay]:

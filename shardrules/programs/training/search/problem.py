@@ -358,7 +358,7 @@ def plan_once(
 
 
 def _choices(plan: AutoPlan) -> Iterator[tuple[int, float]]:
-    """Yields bytes and seconds of the choices that a search has met: of those as large, the fastest."""
+    """Yields bytes and seconds of the choices that a search has met: of those as large, the one that costs least."""
     least = math.inf
     for trial in sorted(plan.result.candidates, key=lambda trial: (trial.peak_bytes, trial.cost)):
         if trial.cost < least:

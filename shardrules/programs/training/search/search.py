@@ -123,6 +123,11 @@ class TrainingSearch:
         return _best_of(self.outcomes.values())
 
     @property
+    def best_plain(self) -> Outcome | None:
+        """The same of those without stages."""
+        return _best_of(outcome for outcome in self.outcomes.values() if outcome.recipe.stages == 1)
+
+    @property
     def fitting(self) -> list[Outcome]:
         """The plans that fit, the best first; of those that only the names of their axes tell apart, the first."""
         best = self.best
@@ -178,14 +183,19 @@ class TrainingSearch:
     def center(self) -> Shape | None:
         """The mesh whose neighbours may be better."""
         plain = [outcome for outcome in self.planned if outcome.recipe.stages == 1]
-        outcome = _best_of(plain) or min(plain, key=lambda outcome: outcome.peak_bytes, default=None)
+        outcome = self.best_plain or min(plain, key=lambda outcome: outcome.peak_bytes, default=None)
         return None if outcome is None else outcome.shape
 
     @property
     def is_over(self) -> bool:
         """Returns whether another plan would take longer than there is time for, or enough were made."""
+        return self.is_out_of_time or self.count >= self.most_count
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Returns whether another plan would take longer than there is time for."""
         self.is_late |= not self.has_time
-        return self.is_late or self.count >= self.most_count
+        return self.is_late
 
     @property
     def has_time(self) -> bool:
@@ -333,18 +343,18 @@ class TrainingSearch:
         ]
 
     def polish(self) -> None:
-        """Plans what the best plan might keep more or less, as long as that is better."""
-        while self.best is not None and not self.is_over:
-            best, count = self.best, len(self.outcomes)
-            # Stages have a search of their own, which has tried what they may keep.
-            if best.recipe.stages > 1:
-                return
+        """Plans what the best plan without stages might keep more or less, as long as that is better.
+
+        Stages have a search of their own, which has tried what they may keep.
+        """
+        while (best := self.best_plain) is not None and not self.is_over:
+            count = len(self.outcomes)
             keeps = self.problem.keeps(best.recipe.microbatches)
             index = keeps.index(best.recipe.keep)
             for near in (index - 1, index + 1):
                 if 0 <= near < len(keeps):
                     self.fits(best.shape, best.recipe.microbatches, best.recipe.groups, near)
-            if self.best is best or len(self.outcomes) == count:
+            if self.best_plain is best or len(self.outcomes) == count:
                 return
 
     def offload_state(self) -> None:

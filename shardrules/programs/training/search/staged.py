@@ -24,7 +24,8 @@ from shardrules.programs.training.search.search import TrainingSearch, first_fit
 from shardrules.programs.training.stages.run import STAGE_AXIS, tick_count
 
 _NEAR = 1.1
-"""The part by which the first set-up of a number of stages may be slower than the best of the same; chosen by hand."""
+"""The part by which the fastest of the first set-ups with stages may be slower than the fastest plan without, for more
+with as many stages to be planned early; chosen by hand."""
 
 _LEAST_COMPUTING = 0.9
 """The part of what computing takes on the first meshes that it takes on others at least; chosen by hand."""
@@ -100,7 +101,7 @@ class StageSearch:
     def run_early(self) -> None:
         """Plans set-ups that take less at the least than any without stages: the first of each number of stages, and
         all of the best number where that is nearly as fast as plans without stages."""
-        self.guarded(self.planned_early)
+        self.why_none = self.guarded(self.planned_early) or self.why_none
 
     def run(self) -> None:
         """Plans, and notes why the best plan has no stages."""
@@ -139,7 +140,7 @@ class StageSearch:
     def plan_promising(self, stagings: Sequence[Staging]) -> None:
         """Plans set-ups that may be better than the best plan, as long as there is time."""
         for staging in stagings:
-            if self.search.is_over:
+            if self.search.is_out_of_time:
                 return
             best = self.search.best
             if staging not in self.plans and (best is None or self.least_seconds(staging) < best.seconds):
@@ -159,11 +160,11 @@ class StageSearch:
         most_count = search.count + more
         least = self.least_seconds(stagings[0])
         for staging in stagings:
-            if search.count >= most_count or search.is_over:
+            if search.count >= most_count or search.is_out_of_time:
                 break
             self.plan_promising([staging])
         for staging, seconds in self.chunked():
-            if search.count >= most_count + more or search.is_over:
+            if search.count >= most_count + more or search.is_out_of_time:
                 break
             if search.best is None or seconds < search.best.seconds:
                 self.plan_promising([staging])
@@ -304,7 +305,7 @@ class StageSearch:
             return
         self.plans[staging] = free
         best = self.search.best
-        # A limit makes no plan faster: only a set-up that is fast without one is made to fit.
+        # A limit makes plans hardly faster: only a set-up that is fast without one is made to fit.
         if not free.fits and (best is None or free.seconds < best.seconds):
             first_fitting(range(len(keeps)), lambda index: self.plan_one(staging, keeps[index]).fits)
 
@@ -333,11 +334,9 @@ class StageSearch:
                 return f"{first}: {self.why_none}"
             best = self.search.best
             is_slower = best is not None and least >= best.seconds
-            return (
-                f"{waits}: a step would take {seconds_text(least)} at least"
-                if is_slower
-                else "time_limit left no time for them"
-            )
+            if is_slower:
+                return f"{waits}: a step would take {seconds_text(least)} at least"
+            return "time_limit left no time for them" if self.search.is_late else "enough was planned without them"
         staging, fastest = min(self.plans.items(), key=lambda item: item[1].seconds)
         limit = " without a limit of memory" if fastest not in fitting else ""
         chunks = f" and {staging.chunks} chunks" if staging.chunks > 1 else ""

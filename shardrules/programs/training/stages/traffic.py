@@ -14,6 +14,7 @@ from jax.extend.core import Literal
 
 from shardrules.mesh.divisors import divisors
 from shardrules.programs.jaxprs.bodies import scan_of
+from shardrules.programs.jaxprs.walk import equations, programs_in
 from shardrules.programs.training.cluster import Cluster
 from shardrules.programs.training.stages.layers import LayerLoop
 
@@ -30,9 +31,9 @@ class StageTraffic:
     layer_bytes: int
     """The layers that are trained."""
     other_bytes: int
-    """What else is trained."""
+    """All else that is trained."""
     carried_bytes: int
-    """What a layer hands on to the next, for all examples."""
+    """The arrays that a layer hands on to the next, for all examples."""
     layer_count: int
     cluster: Cluster
 
@@ -40,10 +41,14 @@ class StageTraffic:
     def of(cls, layers: LayerLoop, microbatches: int, trained: Sequence[Any], cluster: Cluster) -> Self:
         """Reads the loop over layers of one of several microbatches, and the shapes that are trained."""
         loop, operands = scan_of(layers.equation), layers.equation.invars
-        carried = _floats(var.aval for var in operands[loop.carry] if var in layers.by_microbatch)
-        pieces = _floats(var.aval for var in operands[loop.pieces] if not isinstance(var, Literal))
+        read = [var for var in operands if not isinstance(var, Literal)]
+        carried = _floats(var.aval for var in operands[loop.carry] if var in read and var in layers.by_microbatch)
+        pieces = _floats(var.aval for var in operands[loop.pieces] if var in read)
         # Parameters with more bits are converted first, and then gathered, and so are their gradients.
-        width = min((aval.dtype.itemsize for aval in carried), default=1)
+        inside = _floats(
+            var.aval for body in programs_in(layers.equation) for inner in equations(body) for var in inner.outvars
+        )
+        width = min((aval.dtype.itemsize for aval in (*carried, *inside)), default=1)
         trained_bytes = _bytes(trained, width)
         layer_bytes = min(trained_bytes, _bytes(pieces, width))
         carried_bytes = microbatches * _bytes(carried, width)

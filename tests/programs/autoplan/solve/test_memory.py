@@ -189,7 +189,6 @@ def test_places_of_the_largest_elements_are_in_memory(sheet: str, is_written: bo
     jaxpr = jax.make_jaxpr(jax.grad(pooled))(jax.ShapeDtypeStruct((8, 16, 16, 4), jnp.float32))
     machine = Machine.of(sr.mesh_shape("x:1"), sr.Hardware.named(sheet), Assumptions(temporaries=1.0))
     task = Task.of(read_jaxpr(jaxpr), machine, ["x"], {}, {})
-    choice = task.within(np.inf).choice
     add = names(task).index("select_and_scatter_add")
     places = (1 + 4) * FOUR * 8 * 8 * 8 * 4  # the element, and an index for each dim
     early, late = (
@@ -198,7 +197,6 @@ def test_places_of_the_largest_elements_are_in_memory(sheet: str, is_written: bo
     )
     assert early == places * is_written
     assert late == 0  # where it waits for the gradient
-    assert task.peak(choice).at_least < task.peak(choice).at_most
 
 
 def test_zeros_of_different_loops_are_not_filled_at_once() -> None:

@@ -260,6 +260,25 @@ def test_traffic_between_hosts_is_counted() -> None:
     assert host.reducing_seconds(1) == host.sending_seconds(4, 1.5) == 0
 
 
+def with_penalty(model: Any, batch: Any) -> Any:
+    """The same loss, computed in bfloat16, and a sum of squares that layers add to."""
+
+    def body(carried: Any, weights: Any) -> Any:
+        x, penalty = carried
+        y = (x.astype(jnp.bfloat16) @ weights.astype(jnp.bfloat16)).astype(jnp.float32)
+        return (x + jnp.tanh(y), penalty + jnp.sum(y**2)), None
+
+    x, penalty = jax.lax.scan(body, (batch[0] @ model["in"], 0.0), model["layers"])[0]
+    return jnp.mean((x @ model["in"].T - batch[1]) ** 2) + 1e-3 * penalty / EXAMPLES
+
+
+def test_traffic_is_read_of_layers_that_carry_a_sum_and_compute_in_fewer_bits() -> None:
+    cluster = Cluster.of("cuda:h100:8")
+    plain, penalized = (problem_of(fn, MODEL, BATCH, cluster).traffic for fn in (loss, with_penalty))
+    assert penalized.layer_bytes == plain.layer_bytes // 2
+    assert penalized.layer_count == LAYERS
+
+
 def test_waiting_is_counted() -> None:
     staging = Staging((4, 8), 12, 6)
     assert (staging.stages, staging.rounds) == (4, 15)
