@@ -521,13 +521,19 @@ def _branch_ends(program: TracedProgram, spans: _Spans) -> dict[int, int]:
     return {region: max(spans[each][1] for each in group) for group in branches.values() for region in group}
 
 
+def _is_loop(program: TracedProgram, region: int) -> bool:
+    """A region inside of another runs several times for each time that the other does.
+
+    Branches and recomputed parts are regions too, but run once for each round of the region around them.
+    """
+    outside, times, _ = program.regions[region]
+    return outside >= 0 and times != program.regions[outside].run_count
+
+
 def _loop(program: TracedProgram, region: int) -> int:
     """Returns the innermost loop around what is in a region; -1 if there is none."""
-    while region >= 0:
-        outside, times, _ = program.regions[region]
-        if times != (1 if outside < 0 else program.regions[outside].run_count):
-            break
-        region = outside
+    while region >= 0 and not _is_loop(program, region):
+        region = program.regions[region].parent
     return region
 
 
@@ -538,11 +544,9 @@ def _loop_end(program: TracedProgram, spans: _Spans, region: int, birth_region: 
         around.append(birth_region)
         birth_region = program.regions[birth_region].parent
     # Each round of a loop reads it again, so it stays until the last: of the outermost loop, if loops are nested.
-    # Branches and recomputed parts are regions too, but run once for each round of the region around them.
     end = 0
     while region >= 0 and region not in around:
-        outside, times, _ = program.regions[region]
-        if outside >= 0 and times != program.regions[outside][1]:
+        if _is_loop(program, region):
             end = max(end, spans[region][1])
-        region = outside
+        region = program.regions[region].parent
     return end

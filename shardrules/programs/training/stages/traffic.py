@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Self, final
 
 import attrs
-import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from shardrules.mesh.divisors import divisors
 from shardrules.programs.jaxprs.bodies import scan_of
+from shardrules.programs.jaxprs.segments import is_float
 from shardrules.programs.jaxprs.walk import equations, programs_in
 from shardrules.programs.training.cluster import Cluster
 from shardrules.programs.training.stages.layers import LayerLoop
@@ -42,12 +42,11 @@ class StageTraffic:
         """Reads the loop over layers of one of several microbatches, and the shapes that are trained."""
         loop, operands = scan_of(layers.equation), layers.equation.invars
         read = [var for var in operands if not isinstance(var, Literal)]
-        carried = _floats(var.aval for var in operands[loop.carry] if var in read and var in layers.by_microbatch)
-        pieces = _floats(var.aval for var in operands[loop.pieces] if var in read)
+        carried = _floats(var for var in operands[loop.carry] if var in read and var in layers.by_microbatch)
+        pieces = _floats(var for var in operands[loop.pieces] if var in read)
         # Parameters with more bits are converted first, and then gathered, and so are their gradients.
-        inside = _floats(
-            var.aval for body in programs_in(layers.equation) for inner in equations(body) for var in inner.outvars
-        )
+        bodies = programs_in(layers.equation)
+        inside = _floats(var for body in bodies for inner in equations(body) for var in inner.outvars)
         width = min((aval.dtype.itemsize for aval in (*carried, *inside)), default=1)
         trained_bytes = _bytes(trained, width)
         layer_bytes = min(trained_bytes, _bytes(pieces, width))
@@ -98,8 +97,8 @@ class StageTraffic:
         return hardware.network_bytes_per_second * hardware.network_fraction
 
 
-def _floats(avals: Iterable[Any]) -> list[Any]:
-    return [aval for aval in avals if jnp.issubdtype(aval.dtype, jnp.inexact)]
+def _floats(variables: Iterable[Any]) -> list[Any]:
+    return [var.aval for var in variables if is_float(var)]
 
 
 def _bytes(avals: Sequence[Any], width: int) -> int:
