@@ -15,9 +15,8 @@ OVER = ("experts",)
 UNDER = ("loss, looked up, split", "branches", *(name for name in PROGRAMS if name.startswith("activation")))
 """Less than the least that the model says."""
 
-
 IS_TABLES_VERSION = jax.__version_info__ < (0, 11)
-SLACK = 0.001 if IS_TABLES_VERSION else 0.15
+SLACK, NEAR = (0.001, 0.03) if IS_TABLES_VERSION else (0.15, 0.15)
 """The table is of JAX 0.10.2. Other versions trace to other operations."""
 
 
@@ -31,10 +30,12 @@ def test_compiled_peaks_are_in_the_range(name: str) -> None:
     if IS_TABLES_VERSION:
         assert (is_over, is_under) == (name in OVER, name in UNDER)
     assert (is_over, is_under) == (False, False) or name in (*OVER, *UNDER)
+    assert plan.peak_bytes / row["compiled_bytes"] == pytest.approx(row["ratio"], abs=NEAR)
 
 
-def test_the_table_is_of_these_programs() -> None:
+def test_half_of_these_peaks_are_modelled_to_a_fifth() -> None:
     assert [*ROWS] == [*PROGRAMS]
+    assert sum(0.8 < row["ratio"] < 1.2 for row in ROWS.values()) > 0.5 * len(ROWS)
 
 
 @pytest.mark.slow
