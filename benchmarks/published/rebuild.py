@@ -36,6 +36,8 @@ class Result:
     """How long the whole rebuild took."""
     is_compiled: bool
     """Whether it was compiled, and not read."""
+    peak_bytes: int = 0
+    """The peak of a device, as compiled."""
 
     @property
     def predicted(self) -> float:
@@ -43,9 +45,16 @@ class Result:
         return self.time.seconds
 
     @property
-    def ratio(self) -> float:
-        """Predicted over measured."""
-        return self.predicted / self.row.seconds
+    def ratio(self) -> float | None:
+        """Predicted over measured; `None` if nobody measured it."""
+        return None if self.row.seconds is None else self.predicted / self.row.seconds
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """The compiled peak over the printed one; `None` without either."""
+        if self.row.gigabytes is None or not self.peak_bytes:
+            return None
+        return self.peak_bytes / (self.row.gigabytes * 1e9)
 
 
 def rebuild(row: Row, texts: Path | None = None) -> Result:
@@ -55,14 +64,17 @@ def rebuild(row: Row, texts: Path | None = None) -> Result:
     mesh = sr.mesh_shape(",".join(f"{axis}:{size}" for axis, size in row.mesh.items()))
     is_kept = path is not None and path.exists()
     if path is not None and is_kept:
-        text = path.read_text("utf-8")
+        text, peak = path.read_text("utf-8"), path.with_suffix(".peak")
+        peak_bytes = int(peak.read_text("utf-8")) if peak.exists() else 0
     else:
-        text = audit(row, _decoder(row)).hlo_text
+        report = audit(row, _decoder(row))
+        text, peak_bytes = report.hlo_text, report.peak_bytes
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, "utf-8")
+            path.with_suffix(".peak").write_text(str(peak_bytes), "utf-8")
     modelled = _model(row, text, mesh)
-    return Result(row, modelled, time.perf_counter() - start, not is_kept)
+    return Result(row, modelled, time.perf_counter() - start, not is_kept, peak_bytes)
 
 
 def _decoder(row: Row) -> Decoder:
@@ -72,7 +84,7 @@ def _decoder(row: Row) -> Decoder:
 def _arguments(row: Row) -> tuple[Any, ...]:
     """The shapes that a step takes."""
     weights = weight_shapes(row.dims, row.recipe, row.length)
-    shape = (row.batch * row.device_count, row.length)
+    shape = (row.sequences, row.length)
     if row.recipe.accumulations > 1:
         shape = (row.recipe.accumulations, *shape)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32)

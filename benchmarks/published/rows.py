@@ -8,9 +8,14 @@ A row is a table `[[rows]]`:
     experts it has a table `[models.NAME.experts]` (`ExpertDims`).
 - `mesh`: the sizes of `data`, `fsdp` and `tensor`; the others are 1. Sequences are split over `data` and `fsdp`.
 - `batch`, `length`: sequences for each device, and tokens of each. With `tensor`, the devices that share a sequence
-    take as many as they are times `batch`.
+    take as many as they are times `batch`; with `batch_per = "data rank"` they take `batch` together.
 - `remat`: what the backward pass keeps, by MaxText's names (`POLICIES`).
-- `seconds`, `source`: what one step took, and who says so.
+- `seconds`: what one step took. A row without is a prediction. One with it says how that is known: `source` and its
+    `commit`, at which the configuration was read; `tokens` of a step, as the source has them; and `known`, which is
+    "printed", or "derived" with `formula`: what seconds follow from, and the commit at which that was in force. In an
+    `order`, which says nothing of seconds, the batch may be "guessed".
+- `first`: what was predicted before `seconds` were in the file. It stays when the model changes.
+- `gigabytes`: the peak that the source prints, in 10^9 bytes.
 - `recipe`: the name of a table `[recipes.NAME]` (`Recipe`); by default that of the target's chip or platform.
 - `order`: the set of rows whose order is tested. Their seconds count only among each other.
 """
@@ -31,6 +36,8 @@ from published.recipe import POLICIES, STRATEGIES, Recipe
 
 FILE = Path(__file__).with_name("rows.toml")
 AXES = ("data", "fsdp", "tensor")
+BATCHES = ("device", "data rank")
+EVIDENCE = ("printed", "derived", "guessed")
 
 
 class RowError(ValueError):
@@ -50,15 +57,28 @@ class Row:
     batch: int
     length: int
     remat: str
-    seconds: float
-    source: str
     recipe: Recipe
+    batch_per: str = "device"
+    seconds: float | None = None
+    source: str = ""
+    commit: str = ""
+    tokens: int | None = None
+    known: str = ""
+    formula: str = ""
+    first: float | None = None
+    gigabytes: float | None = None
     order: str = ""
 
     @property
     def device_count(self) -> int:
         """How many devices the mesh has."""
         return math.prod(self.mesh.values())
+
+    @property
+    def sequences(self) -> int:
+        """The sequences of one batch, over all devices."""
+        ranks = self.device_count // (self.mesh["tensor"] if self.batch_per == "data rank" else 1)
+        return round(self.batch * ranks)
 
     @property
     def chip(self) -> str:
@@ -89,8 +109,11 @@ class Row:
             problems.append(f"mesh {dict(self.mesh)} has {self.device_count} devices, target {self.target} {count}")
         if self.remat not in POLICIES:
             problems.append(f"unknown remat {self.remat!r}; known are {', '.join(POLICIES)}")
-        positive = {name: getattr(self, name) for name in ("batch", "length", "seconds")}
-        problems += [f"{name} must be positive, got {value}" for name, value in positive.items() if not value > 0]
+        names = ("batch", "length", *(name for name in ("seconds", "first") if getattr(self, name) is not None))
+        problems += [
+            f"{name} must be positive, got {getattr(self, name)}" for name in names if not getattr(self, name) > 0
+        ]
+        problems += self._evidence_problems
         if self.recipe.attention and self.recipe.attention not in RATES:
             problems.append(f"unknown attention {self.recipe.attention!r}; known are {', '.join(RATES)}")
         problems += [*self._fsdp_problems, *self._expert_problems]
@@ -109,6 +132,30 @@ class Row:
         ]
         if dims.heads % dims.kv_heads:
             problems.append(f"heads {dims.heads} are not a multiple of kv_heads {dims.kv_heads}")
+        return problems
+
+    @property
+    def _evidence_problems(self) -> list[str]:
+        if self.batch_per not in BATCHES:
+            return [f"batch_per must be {' or '.join(map(repr, BATCHES))}, got {self.batch_per!r}"]
+        problems, accumulations = list[str](), self.recipe.accumulations
+        tokens = self.sequences * self.length * accumulations
+        if self.tokens not in (None, tokens):
+            problems.append(
+                f"tokens are {self.tokens:,}, but {self.sequences} sequences of {self.length:,} and "
+                f"{accumulations} accumulations make {tokens:,}"
+            )
+        if self.seconds is None:
+            return problems
+        missing = [name for name in ("source", "commit", "tokens", "known") if not getattr(self, name)]
+        if missing:
+            problems.append(f"seconds need {', '.join(missing)}: a rate is no step without its configuration")
+        if self.known and self.known not in EVIDENCE:
+            problems.append(f"known must be {' or '.join(map(repr, EVIDENCE))}, got {self.known!r}")
+        if self.known == "guessed" and not self.order:
+            problems.append("a batch that is guessed is for rows of an order alone")
+        if (self.known == "derived") != bool(self.formula):
+            problems.append("seconds that are derived have a formula with its commit, and no others have one")
         return problems
 
     @property

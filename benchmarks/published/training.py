@@ -43,7 +43,7 @@ def training_case(row: Row) -> TrainingCase:
         return decoder.loss(weights, *batch)
 
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b2=0.95, weight_decay=0.1))
-    sequences = row.batch * row.device_count * row.recipe.accumulations
+    sequences = row.sequences * row.recipe.accumulations
     tokens = jax.ShapeDtypeStruct((sequences, row.length), jnp.int32)
     return TrainingCase(row, loss, weight_shapes(row.dims, free, row.length), optimizer, (tokens, tokens))
 

@@ -24,10 +24,14 @@ mesh = "{mesh}"
 batch = 1
 length = 2048
 remat = "{remat}"
-seconds = 1.0
-source = "me"
 """
-FIGURE = {"order": "", "chip": "tpu:v5e", "seconds": 60.0, "compiled": True}
+EVIDENCE = """seconds = 1.0
+source = "me"
+commit = "abc1234"
+tokens = 524288
+known = "printed"
+"""
+FIGURE = {"order": "", "chip": "tpu:v5e", "seconds": 60.0, "compiled": True, "kind": "dense"}
 
 
 def test_smoke_run_rebuilds_toys_and_keeps_their_programs(tmp_path: Path) -> None:
@@ -36,11 +40,13 @@ def test_smoke_run_rebuilds_toys_and_keeps_their_programs(tmp_path: Path) -> Non
     figures = json.loads(done.stdout)
     assert [row["name"] for row in figures["rows"]] == ["toy", "toy, eager", "toy, experts"]
     assert all(row["predicted"] > 0 and row["communication"] > 0 for row in figures["rows"])
-    assert (figures["summary"]["rows"], figures["missed"]) == (1, [])
-    assert all(file.read_text().startswith("HloModule") for file in tmp_path.iterdir())
+    assert all(row["memory"] > 0 and row["ratio"] is None for row in figures["rows"])
+    assert (figures["summary"]["as modelled today"], figures["missed"]) == ({"rows": 0}, [])
+    assert all(file.read_text().startswith("HloModule") for file in tmp_path.glob("*.txt"))
     again = run("published_steps.py", "--smoke", "--json", "--texts", str(tmp_path))
     times = [
-        [(row["name"], row["predicted"]) for row in json.loads(text)["rows"]] for text in (again.stdout, done.stdout)
+        [(row["name"], row["predicted"], row["memory"]) for row in json.loads(text)["rows"]]
+        for text in (again.stdout, done.stdout)
     ]
     assert times[0] == times[1]
     # PyTorch's FSDP gathers weights again for the backward pass, and here reduces gradients in float32.
@@ -83,6 +89,52 @@ def test_rows_that_cannot_be_rebuilt_are_all_listed(tmp_path: Path) -> None:
         "mine 7: PyTorch's FSDP gathers no activations",
     ):
         assert text in done.stderr
+
+
+def test_seconds_need_their_evidence(tmp_path: Path) -> None:
+    row = ROW.format(target="tpu:v5e:16x16", model="Llama2-70B", mesh="fsdp:128,tensor:2", remat="full") + EVIDENCE
+    cases = {
+        row.replace('commit = "abc1234"\n', "").replace("tokens = 524288\n", ""): "seconds need commit, tokens",
+        row.replace("524288", "524289"): "tokens are 524,289, but 256 sequences of 2,048 and 1 accum",
+        row + 'batch_per = "data rank"\n': "but 128 sequences of 2,048 and 1 accumulations make 262,144",
+        row + 'batch_per = "host"\n': "batch_per must be 'device' or 'data rank', got 'host'",
+        row.replace("printed", "told"): "known must be 'printed' or 'derived' or 'guessed', got 'told'",
+        row.replace("printed", "guessed"): "a batch that is guessed is for rows of an order alone",
+        row.replace("printed", "derived"): "seconds that are derived have a formula with its commit",
+        row + 'formula = "6ND"\n': "seconds that are derived have a formula with its commit",
+        row + "first = 0.0\n": "first must be positive, got 0.0",
+    }
+    files = [tmp_path / f"{index}.toml" for index in range(len(cases))]
+    for index, (file, text) in enumerate(zip(files, cases, strict=True)):
+        file.write_text(text.replace("mine", f"mine {index}"))
+    done = run("published_steps.py", "--rows", *map(str, files))
+    assert done.returncode == 2
+    for index, problem in enumerate(cases.values()):
+        assert re.search(rf"^mine {index}: .*{re.escape(problem)}", done.stderr, re.MULTILINE), problem
+
+
+def test_steps_with_other_tokens_are_compared_by_tokens_per_second() -> None:
+    names = runpy.run_path(str(BENCHMARKS / "published_steps.py"))
+    times = {"a": (2.0, 2.0, 4), "b": (1.5, 1.2, 2), "c": (1.0, 1.0, 1)}
+    figures = [
+        {**FIGURE, "order": "R", "name": name, "measured": measured, "predicted": modelled, "tokens": tokens}
+        for name, (measured, modelled, tokens) in times.items()
+    ]
+    assert names["missed"](figures) == []
+    assert names["limits_of"](figures)[-1] == ("R: predicted a < b < c, measured a < b < c", True)
+    figures[1]["predicted"] = 2.2
+    assert names["missed"](figures) == ["R: predicted a < c < b, measured a < b < c"]
+
+
+def test_peaks_and_first_predictions_are_held_apart() -> None:
+    names = runpy.run_path(str(BENCHMARKS / "published_steps.py"))
+    figures = [
+        {**FIGURE, "name": str(index), "ratio": ratio, "first ratio": first, "memory ratio": memory}
+        for index, (ratio, first, memory) in enumerate([(1.0, 0.9, 1.2), (1.02, None, None), (0.97, 1.2, 0.95)])
+    ]
+    assert names["missed"](figures) == ["0: 1.20 of the printed peak, at most 10% off"]
+    first = names["summary"](figures, "first ratio")
+    assert (first["rows"], round(first["median"], 3), round(first["mean signed"], 3)) == (2, 0.15, 0.05)
 
 
 def test_the_input_of_attention_is_gathered_once_if_a_recipe_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
