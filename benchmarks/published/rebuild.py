@@ -19,9 +19,10 @@ from shardrules.programs.compiled.kernel_costs import KernelFacts
 from shardrules.programs.compiled.kernels import find_kernels
 from shardrules.programs.compiled.program import read_program
 from shardrules.programs.compiling.kernel_calls import find_kernel_calls
-from shardrules.programs.costs.attention import is_attention
+from shardrules.programs.costs.attention import is_attention, sustained_part
 from shardrules.programs.costs.matmul import flops_seconds
 from shardrules.programs.costs.schedule import play_schedule
+from shardrules.programs.costs.slowest import slowest_of
 from shardrules.programs.costs.step_time import StepTime
 
 
@@ -111,6 +112,7 @@ def audit(row: Row, decoder: Decoder) -> sr.reports.AuditReport:
 
 def _model(row: Row, text: str, mesh: Any) -> StepTime:
     target = sr.Target.parse(row.target)
+    hardware = slowest_of(target.hardware, row.device_count)
     program, devices = read_program(text), target.mesh(mesh)
     facts = KernelFacts()
     if target.platform == "tpu":
@@ -119,9 +121,9 @@ def _model(row: Row, text: str, mesh: Any) -> StepTime:
             step = jax.make_jaxpr(_decoder(row).step)(*_arguments(row))
         facts = KernelFacts(calls=find_kernel_calls(step))
     attention = row.recipe.attention
-    matmuls = tuple(_at_rate(matmul, attention, target.hardware) for matmul in find_matmuls(program, facts))
+    matmuls = tuple(_at_rate(matmul, attention, hardware) for matmul in find_matmuls(program, facts))
     collectives = find_collectives(program, devices, target)
-    return play_schedule(program, collectives, find_kernels(program, matmuls), target.hardware).time
+    return play_schedule(program, collectives, find_kernels(program, matmuls), hardware).time
 
 
 def _at_rate(matmul: Matmul, attention: str, hardware: sr.Hardware) -> Matmul:
@@ -129,7 +131,7 @@ def _at_rate(matmul: Matmul, attention: str, hardware: sr.Hardware) -> Matmul:
     if not attention or not is_attention(matmul):
         return matmul
     forward, backward = RATES[attention]
-    seconds = matmul.flops / (forward if len(matmul.products) == 2 else backward)
+    seconds = matmul.flops / (forward if len(matmul.products) == 2 else backward) / sustained_part(hardware)
     flops = seconds / flops_seconds(1.0, matmul.dtype, matmul.precision, hardware)
     return attrs.evolve(matmul, flops=round(flops), products=())
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from shardrules.programs.compiled.flops import Matmul
 from shardrules.programs.costs.matmul import flops_seconds, multiplication, padded_size
-from shardrules.programs.machine.hardware import Hardware
+from shardrules.programs.machine.hardware import Hardware, fraction
 
 _PHASES = MappingProxyType({2: "fwd", 3: "dq", 4: "dkv", 5: "backward"})
 """The pass that a kernel computes, by the number of its matmuls."""
@@ -45,8 +45,18 @@ _CUDNN = MappingProxyType(
 """For each head size the TFLOP/s at infinite length, and the length at which half of it is reached. The gradient for
 heads of 256 was not measured: it is as for heads of 128."""
 
+_SHORT_RUNS = 794 / 989.4
+"""The fraction of its peak that a large bf16 matmul reaches on an H100 in short runs, such as those in which kernels of
+attention were measured: https://github.com/stas00/ml-engineering, compute/accelerator."""
+
 _TRITON = MappingProxyType({"fwd": 395, "backward": 322})
 """The TFLOP/s of kernels written in Triton; the gradient is FlashAttention-2's, which is no better on an H100."""
+
+
+def sustained_part(hardware: Hardware) -> float:
+    """The part of a rate measured in short runs that is left under load, when power limits the clock: of attention as
+    much as of large matmuls."""
+    return min(1.0, fraction(hardware.matmul_fractions, "bf16") / _SHORT_RUNS)
 
 
 def is_attention(matmul: Matmul) -> bool:
@@ -74,7 +84,8 @@ def attention_seconds(matmul: Matmul, hardware: Hardware) -> float:
         return max(padded / peak, vector / cores / hardware.clock_hertz) + around / cores / hardware.clock_hertz
     if not hardware.launch_seconds and not hardware.matmul_rates:  # a sheet of peaks alone
         return flops_seconds(matmul.flops, matmul.dtype, matmul.precision, hardware)
-    pass_name, per_rate = "fwd" if phase == "fwd" else "backward", peak / 989.4  # the TFLOP/s of the H100 in the paper
+    pass_name = "fwd" if phase == "fwd" else "backward"
+    per_rate = peak / 989.4 * sustained_part(hardware)  # the TFLOP/s of the H100 in the paper
     if not matmul.op.startswith("__cudnn"):
         return matmul.flops / (_TRITON[pass_name] * per_rate)
     size = 64 if scores.k <= 96 else 128 if scores.k <= 192 else 256

@@ -10,6 +10,7 @@ from shardrules.programs.compiled.kernels import Kernel
 from shardrules.programs.compiled.program import CompiledProgram
 from shardrules.programs.costs.path import seconds_by_line
 from shardrules.programs.costs.player import Player
+from shardrules.programs.costs.slowest import slowest_of
 from shardrules.programs.costs.step_time import StepTime
 from shardrules.programs.costs.steps import StepReader
 from shardrules.programs.costs.tally import Tally
@@ -65,7 +66,9 @@ class PlayedSchedule:
 def play_schedule(
     program: CompiledProgram, collectives: Iterable[Collective], kernels: Iterable[Kernel], hardware: Hardware
 ) -> PlayedSchedule:
-    """Plays the schedule of a program. `collectives` have to be read with a target, which knows hosts and links."""
+    """Plays the schedule of a program on the slowest of its devices. `collectives` have to be read with a target, which
+    knows hosts and links."""
+    hardware = slowest_of(hardware, program.partition_count)
     player = Player(StepReader.of(program, kernels, collectives, hardware))
     player.play(program.entry)
     tally = player.tally

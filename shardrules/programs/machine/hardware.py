@@ -103,6 +103,8 @@ class Hardware:
     - `clock_hertz`: the clock in whose cycles the compiler estimates kernels, as libtpu does; 0 where it does not.
     - `overlap_fraction`: which fraction of its speed a kernel keeps while a collective runs: on GPUs both take
         multiprocessors.
+    - `rate_spread`: the standard deviation of the rate of large matmuls among devices of a kind, as a fraction of it. A
+        step takes as long as its slowest device.
     - `vector_memory_bytes`: the memory on a TPU core in which compilers keep arrays instead of the device's.
 
     **Raises:**
@@ -147,6 +149,7 @@ class Hardware:
     collective_launch_seconds: float = attrs.field(default=0.0, kw_only=True)
     clock_hertz: float = attrs.field(default=0.0, kw_only=True)
     overlap_fraction: float = attrs.field(default=1.0, kw_only=True)
+    rate_spread: float = attrs.field(default=0.0, kw_only=True)
     vector_memory_bytes: int = attrs.field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:

@@ -22,9 +22,10 @@ _LEAST = {
     "launch_seconds": 0,
     "collective_launch_seconds": 0,
     "clock_hertz": 0,
+    "rate_spread": 0,
     "vector_memory_bytes": 0,
 }
-_MOST = {"network_fraction": 1, "overlap_fraction": 1}
+_MOST = {"network_fraction": 1, "overlap_fraction": 1, "rate_spread": 1}
 _WHOLE = ("torus_dims", "devices_per_chip", "matmul_tile", "vector_memory_bytes")
 
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from shardrules.core.axes import AnyMesh, mesh_sizes
 from shardrules.programs.compilers.compiler import Compiler, compiler_of
 from shardrules.programs.costs.collective import Group, collective_cost
+from shardrules.programs.costs.slowest import slowest_of
 from shardrules.programs.machine.hardware import Hardware
 from shardrules.programs.machine.kinds import sheet_name
 
@@ -80,7 +81,7 @@ class Machine:
 
     @classmethod
     def of(cls, mesh: AnyMesh, hardware: Hardware | None = None, assumptions: Assumptions | None = None) -> "Machine":
-        sheet = hardware_of(mesh) if hardware is None else hardware
+        sheet = slowest_of(hardware_of(mesh) if hardware is None else hardware, mesh.size)
         assumptions = Assumptions() if assumptions is None else assumptions
         sizes = {axis: size for axis, size in mesh_sizes(mesh).items() if size > 1}
         axes = tuple(sizes)
