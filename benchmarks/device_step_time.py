@@ -3,7 +3,10 @@
 **Method.** The models of `plan_quality.py`, each at the size for one device. Each is audited for the kind of device
 there is, as it would be on a machine without one, and then run: `measured` is the mean of as many steps as take three
 seconds, after three that warm up. `kernels` is the part of a step in which kernels run and `idle` that in which nothing
-does, from a profile. `--compare NAME` prints all of one comparison.
+does, from a profile. `--compare NAME` prints all of one comparison. With `--calibrate SECONDS` the device is measured
+first (`Hardware.measure`), for so long, and each step is modelled by the ready sheet and by the measured one: eight
+models by default, of which four were never run on a device when this was written (`CALIBRATED`). On a GPU that takes
+less than eight minutes with 100 seconds for the sheet.
 
 **Last answer.** 2026-11-26, one H100 SXM5, Python 3.12, JAX 0.11.2: a median error of 9 % over fourteen models, between
 0.69 and 1.23 of what they took. The table is in `docs/how-far-to-believe-the-times.md`.
@@ -27,6 +30,12 @@ import attrs
 LIMIT = 0.15
 """The median error from which on `--check` fails."""
 
+CALIBRATED = (
+    *("gpt2", "llama", "vit", "sorted_experts"),
+    *("diffusion_transformer", "masked_autoencoder", "mamba_experts", "window_attention"),
+)
+"""The models of `--calibrate`: four of the last answer, and four of which no device was asked."""
+
 _MEASURED_SECONDS = 3.0
 """How long the steps of one model run: a GPU that is at its limit of power slows down within half a second."""
 
@@ -43,18 +52,43 @@ class Row:
     idle: float
     matched: float
     """The share of the time on the device in instructions of the audited program."""
+    calibrated: float | None = None
+    """As modelled by the sheet that was measured here."""
 
     @property
     def ratio(self) -> float:
         """Modelled over measured."""
         return self.modelled / self.measured
 
+    def text(self) -> str:
+        """A line of the table."""
+        own = (
+            ""
+            if self.calibrated is None
+            else f"{self.calibrated * 1e3:>10.2f} ms{self.calibrated / self.measured:>8.3f}"
+        )
+        return (
+            f"{self.name:24}{self.measured * 1e3:>10.2f} ms{self.modelled * 1e3:>10.2f} ms{self.ratio:>8.3f}{own}"
+            f"   kernels {self.kernels * 1e3:.2f} ms, idle {self.idle * 1e3:.2f} ms, matched {self.matched:.1%}"
+        )
 
-def models() -> list[str]:
-    """The names of the models that train: those that serve return no state for the next step."""
-    from plan_models import KINDS, MODELS
 
-    return [model.name for model in (*MODELS.values(), *KINDS.values()) if model.donated == (0,)]
+def models() -> dict[str, Any]:
+    """The models that train by name: those that serve return no state for the next step."""
+    from plan_models import KINDS, MODELS, MORE
+
+    return {name: model for name, model in {**MODELS, **KINDS, **MORE}.items() if model.donated == (0,)}
+
+
+def seconds_by(sheet: Any, report: Any) -> float:
+    """The seconds of an audited step by another sheet, without compiling it again."""
+    from shardrules.programs.compiled.flops import find_matmuls
+    from shardrules.programs.compiled.kernels import find_kernels
+    from shardrules.programs.compiled.program import read_program
+    from shardrules.programs.costs.schedule import play_schedule
+
+    program = read_program(report.hlo_text)
+    return play_schedule(program, report.collectives, find_kernels(program, find_matmuls(program)), sheet).time.seconds
 
 
 def random_arrays(shapes: Any) -> Any:
@@ -75,15 +109,14 @@ def random_arrays(shapes: Any) -> Any:
     return jax.tree.map(values, shapes)
 
 
-def measure(name: str, target: str, sheet: Any, smoke: bool) -> tuple[Row, Any]:
-    """Audits and runs a model; returns its row, and the comparison with its profile."""
+def measure(name: str, target: str, sheet: Any, own: Any, smoke: bool) -> tuple[Row, Any]:
+    """Audits and runs a model; returns its row, and the comparison with its profile. `own` is a second sheet."""
     import equinox as eqx
     import jax
-    from plan_models import KINDS, MODELS
 
     import shardrules as sr
 
-    model_step, shapes = {**MODELS, **KINDS}[name].build(1, smoke)
+    model_step, shapes = models()[name].build(1, smoke)
     (state, batch), static = eqx.partition(random_arrays(shapes), eqx.is_array)
 
     def step(state: Any, batch: Any) -> Any:
@@ -109,7 +142,11 @@ def measure(name: str, target: str, sheet: Any, smoke: bool) -> tuple[Row, Any]:
                 again(1)
         comparison = report.compare(folder)
     (device,) = comparison.devices
-    row = Row(name, measured, report.step_time(), device.kernel_seconds, device.idle_seconds, comparison.matched_share)
+    calibrated = None if own is None else seconds_by(own, report)
+    row = Row(
+        *(name, measured, report.step_time(), device.kernel_seconds, device.idle_seconds, comparison.matched_share),
+        calibrated,
+    )
     return row, comparison
 
 
@@ -132,6 +169,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="*", help="only these")
     parser.add_argument("--target", help="what the device is, such as cuda:h100:1; by default what it says")
     parser.add_argument("--sheet", metavar="FILE", help="a sheet that Hardware.save wrote")
+    parser.add_argument(
+        "--calibrate", type=float, metavar="SECONDS", help="measure the device for so long, and model with both sheets"
+    )
     parser.add_argument("--compare", metavar="NAME", help="print the whole comparison of one model with its profile")
     parser.add_argument("--smoke", action="store_true", help="toys of two models on a CPU device")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -147,28 +187,36 @@ def main(arguments: list[str] | None = None) -> int:
 
     target = options.target or default_target()
     sheet = None if options.sheet is None else sr.Hardware.load(options.sheet)
-    names = options.models or ([options.compare] if options.compare else None)
-    names = names or (["conv_net", "sorted_experts"] if options.smoke else models())
+    # Measured before anything else runs.
+    own = None if options.calibrate is None else sr.Hardware.measure(jax.devices()[:1], time_limit=options.calibrate)
+    named = [options.compare] if options.compare and own is None else []
+    all_models = [*models()] if own is None else [*CALIBRATED]
+    names = options.models or named or (["conv_net", "sorted_experts"] if options.smoke else all_models)
+    unknown = [name for name in names if name not in models()]
+    if unknown:
+        parser.error(f"no model {', '.join(unknown)}; the models are {', '.join(models())}")
     if options.compare not in (None, *names):
         parser.error(f"--models has no {options.compare}")
     rows = []
     for name in names:
-        row, comparison = measure(name, target, sheet, options.smoke)
+        row, comparison = measure(name, target, sheet, own, options.smoke)
         rows.append(row)
         if options.compare == name:
             print(comparison, file=sys.stderr)
         if not options.json:
-            print(
-                f"{name:20}{row.measured * 1e3:>10.2f} ms{row.modelled * 1e3:>10.2f} ms{row.ratio:>8.3f}"
-                f"   kernels {row.kernels * 1e3:.2f} ms, idle {row.idle * 1e3:.2f} ms, matched {row.matched:.1%}",
-                flush=True,
-            )
+            print(row.text(), flush=True)
     error = statistics.median(abs(row.ratio - 1) for row in rows)
+    by_own = [abs(row.calibrated / row.measured - 1) for row in rows if row.calibrated is not None]
+    own_error = statistics.median(by_own) if by_own else None
     if options.json:
         versions = {"python": platform.python_version(), "jax": jax.__version__, "device": jax.devices()[0].device_kind}
-        print(json.dumps({**versions, "rows": [attrs.asdict(row) for row in rows], "median": error}, indent=1))
+        print(
+            json.dumps(
+                {**versions, "rows": [attrs.asdict(row) for row in rows], "median": error, "own": own_error}, indent=1
+            )
+        )
     else:
-        print(f"median error {error:.1%}")
+        print(f"median error {error:.1%}" + (f", by the measured sheet {own_error:.1%}" if by_own else ""))
     return 1 if options.check and error > LIMIT else 0
 
 

@@ -23,6 +23,7 @@ from shardrules.programs.compiled.program import read_program
 from shardrules.programs.compiling.kernel_calls import find_kernel_calls
 from shardrules.programs.compiling.request import CompileRequest
 from shardrules.programs.costs.kernels import kernel_seconds
+from shardrules.programs.costs.slowest import slowest_of
 from shardrules.programs.machine.hardware import Hardware
 from shardrules.programs.machine.targets import Target
 
@@ -109,7 +110,8 @@ def audit_request(
     sizes = mesh_sizes(result.mesh)
     arguments = AuditedArguments(result.compiled, program, result.arguments.arrays, result.roles, sizes)
     function = TracedFunction(result.compiled, sizes, matmuls, program.partition_count)
-    timing = Timing(program, find_collectives(program, result.mesh, target), matmuls, sheet)
+    slowest = slowest_of(sheet, program.partition_count)
+    timing = Timing(program, find_collectives(program, result.mesh, target), matmuls, slowest)
     schedule = timing.schedule
     return AuditReport(
         name=name_of(request.fn),
@@ -132,7 +134,7 @@ def audit_request(
         compile_seconds=result.seconds,
         hlo_text=result.compiled.text,
         kernel_seconds=tuple(
-            (kernel.name, kernel_seconds(kernel, sheet))
+            (kernel.name, kernel_seconds(kernel, slowest))
             for kernel in timing.kernels
             if kernel.names or any(matmul.origin != "library" for matmul in kernel.matmuls)
         ),

@@ -24,6 +24,7 @@ from shardrules.programs.audits.text import (
 from shardrules.programs.compiled.collectives import Collective, Total, totals_by_axes, totals_by_kind
 from shardrules.programs.compiled.program import read_program
 from shardrules.programs.costs.schedule import LineTime
+from shardrules.programs.costs.slowest import slowest_of
 from shardrules.programs.costs.step_time import StepTime
 from shardrules.programs.costs.timeline import Timeline
 from shardrules.programs.machine.hardware import Hardware
@@ -244,7 +245,8 @@ class AuditReport:
                 "report.to_json(hlo=True), or audit again"
             )
         seconds = dict(self.kernel_seconds)
-        program = model_program(read_program(self.hlo_text), self.collectives, self.hardware, seconds)
+        slowest = slowest_of(self.hardware, self.device_count)
+        program = model_program(read_program(self.hlo_text), self.collectives, slowest, seconds)
         where = f"{self.name} on {self.target} ({self.hardware.name}), mesh {self.mesh}"
         return compare_trace(read_trace(trace), program, where, self.step_time(), module)
 
