@@ -106,5 +106,5 @@ class CpuCompiler(Compiler):
 
 
 def compiler_of(hardware: Hardware) -> Compiler:
-    """Returns the compiler for a device: for TPUs where links are a torus, for CPUs and for GPUs."""
-    return TpuCompiler() if hardware.torus_dims else CpuCompiler() if hardware.is_cpu else GpuCompiler()
+    """Returns the compiler for a device."""
+    return GpuCompiler() if hardware.is_gpu else CpuCompiler() if hardware.is_cpu else TpuCompiler()
