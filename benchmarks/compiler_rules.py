@@ -229,7 +229,6 @@ def orders(gpus: Sequence[order.Order], others: Sequence[order.Order]) -> tuple[
 def rules() -> list[Rule]:
     """All rules."""
     late, early, written = order.late_order, order.early_order, order.program_order
-    cost = "autoplan.graph.compute_cost:"
     no_norms = classmethod(lambda cls, program, written, device_count: norms.NormGradients({}, {}))
     return [
         Rule("rows kept on chip share a read", off("compilers.fusion:_join_rows", nothing)),
@@ -254,7 +253,6 @@ def rules() -> list[Rule]:
         Rule("stacks need no zeros", off("compilers.compiler:TpuCompiler.fills_stacks", True)),
         Rule("what leaves loops is narrowed", off("compilers.compiler:TpuCompiler.narrows", False)),
         Rule("what branches take stays", off("autoplan.solve.memory:_branch_ends", no_dict)),
-        Rule("short rows are gathered slowly", off(cost + "ROW_BYTES", 0)),
         Rule("reductions of apart dims launch more", off("compilers.compiler:GpuCompiler.splits_reductions", False)),
         Rule("lone collectives pay latency", off("autoplan.graph.edges:EdgeBuilder._is_alone", false)),
         Rule("cumulative sums are kernels", off("compilers.kernels:WHOLE", kernels.WHOLE - CUMULATIVE)),

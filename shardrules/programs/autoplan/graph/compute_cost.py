@@ -24,7 +24,6 @@ from shardrules.programs.costs.attention import attention_seconds, is_attention
 from shardrules.programs.costs.kernels import READS_PER_WRITE
 from shardrules.programs.costs.matmul import flops_seconds, matmul_seconds
 from shardrules.programs.costs.memory import host_seconds, traffic_seconds
-from shardrules.programs.machine.measured import ROW_BYTES
 from shardrules.programs.traced.program import Operation
 
 
@@ -94,31 +93,7 @@ class ComputeCosts:
         # A kernel that begins at another operation may read less than it writes there.
         only_reads = (op_index in self.fusion.kernels) & (read >= READS_PER_WRITE * written)
         access = np.where(only_reads, traffic_seconds(1, hardware, "read"), traffic_seconds(1, hardware))
-        gathered = np.minimum(self._gathered_bytes(op_index, node, layouts, operand_homes), read + written)
-        return (read + written - gathered) * access + gathered * traffic_seconds(1, hardware, "gather")
-
-    def _gathered_bytes(
-        self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
-    ) -> np.ndarray:
-        """The bytes that a gather or a scatter reads and writes in short rows anywhere, in each layout."""
-        operation, arrays = self.fusion.program.operations[op_index], self.fusion.program.arrays
-        operand_index = 0 if operation.name == "gather" else 2
-        is_gather = operation.name == "gather" or operation.name.startswith("scatter")
-        operand = operation.operands[operand_index] if is_gather else None
-        if operand is None:
-            return np.zeros(len(layouts))
-        home = operand_homes.get((op_index, operand_index))
-        sizes = self._local_shapes(arrays[operand].shape, layouts, home)
-        numbers = operation.equation.params["dimension_numbers"]
-        if operation.name == "gather":
-            # A window over all of a dim has its piece on each device.
-            row = np.minimum(sizes, np.array(operation.equation.params["slice_sizes"])).prod(axis=1)
-            (result,) = operation.results
-            moved = math.prod(arrays[result].shape) / self._result_counts(operation, node, layouts, 0)
-        else:
-            row, moved = sizes[:, list(numbers.update_window_dims)].prod(axis=1), sizes.prod(axis=1)
-        itemsize = arrays[operand].nbytes / max(1, math.prod(arrays[operand].shape))
-        return np.where(row * itemsize <= ROW_BYTES, 2 * moved * itemsize, 0.0)
+        return (read + written) * access
 
     def _traffic_bytes(
         self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
