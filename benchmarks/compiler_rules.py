@@ -250,7 +250,6 @@ def rules() -> list[Rule]:
         Rule("ragged matmuls copy rows", off("autoplan.solve.memory:_expansion_stays", no_items)),
         Rule("zeros of one shape are made together", off("autoplan.solve.memory:_zeros", no_dict)),
         Rule("places in windows are written", off("autoplan.solve.memory:_window_stays", no_items)),
-        Rule("stacks need no zeros", off("compilers.compiler:TpuCompiler.fills_stacks", True)),
         Rule("what leaves loops is narrowed", off("compilers.compiler:TpuCompiler.narrows", False)),
         Rule("what branches take stays", off("autoplan.solve.memory:_branch_ends", no_dict)),
         Rule("reductions of apart dims launch more", off("compilers.compiler:GpuCompiler.splits_reductions", False)),

@@ -2,8 +2,8 @@
 
 - The arrays in memory: `FusedProgram` (`fusion.py`), the same for all but for `keeps_costly`.
 - The order in which operations run: the first of `orders`, which the others bound.
-- The arrays that it copies: rows of ragged matmuls (`ragged.py`), stacks (`fills_stacks`), and what is in another order
-  of dims (`reads_in_order`, `moves_summed_dims`).
+- The arrays that it copies: rows of ragged matmuls (`ragged.py`), and what is in another order of dims
+  (`reads_in_order`, `moves_summed_dims`).
 - What it puts off: that is in `orders`. What it hides: `waiting.py`, the same for all.
 - The room between arrays: `gaps`.
 - The options that change it: `obeys_limits`.
@@ -30,8 +30,6 @@ class Compiler(abc.ABC):
     at once."""
     has_ragged_kernels: ClassVar[bool] = False
     """It has kernels for ragged matmuls, instead of masking rows for each group."""
-    fills_stacks: ClassVar[bool] = True
-    """It fills memory with zeros before a loop stacks results in it."""
     narrows: ClassVar[bool] = False
     """It may keep what leaves a loop in a narrower dtype, if all that takes it converts it to that."""
     widens_bfloat16: ClassVar[bool] = False
@@ -81,7 +79,6 @@ class TpuCompiler(Compiler):
 
     gaps = (0.8, 1.05, 1.3)
     has_ragged_kernels = True
-    fills_stacks = False
     narrows = True
 
     @property

@@ -114,7 +114,7 @@ class ComputeCosts:
             if not fusion.program.arrays[result].shape or not nbytes:
                 continue
             if operation.role == "leave":
-                nbytes *= 1 + machine.compiler.fills_stacks
+                nbytes *= 2  # before a loop stacks results in it, memory is filled with zeros
             written += nbytes / self._result_counts(operation, node, layouts, result_index)
         return read, written
 
