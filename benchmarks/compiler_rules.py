@@ -252,7 +252,6 @@ def rules() -> list[Rule]:
         Rule("places in windows are written", off("autoplan.solve.memory:_window_stays", no_items)),
         Rule("what leaves loops is narrowed", off("compilers.compiler:TpuCompiler.narrows", False)),
         Rule("what branches take stays", off("autoplan.solve.memory:_branch_ends", no_dict)),
-        Rule("reductions of apart dims launch more", off("compilers.compiler:GpuCompiler.splits_reductions", False)),
         Rule("lone collectives pay latency", off("autoplan.graph.edges:EdgeBuilder._is_alone", false)),
         Rule("cumulative sums are kernels", off("compilers.kernels:WHOLE", kernels.WHOLE - CUMULATIVE)),
     ]

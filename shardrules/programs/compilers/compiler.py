@@ -41,8 +41,6 @@ class Compiler(abc.ABC):
     than the first is copied before."""
     moves_summed_dims: ClassVar[bool] = False
     """It puts dims that are summed over last in memory, and may give that order to everything around."""
-    splits_reductions: ClassVar[bool] = False
-    """A kernel reduces dims that are next to each other; of others each run takes one."""
     writes_places: ClassVar[bool] = False
     """It computes where in windows the largest elements are, for gradients of pools, before it adds the gradients."""
     obeys_limits: ClassVar[bool] = False
@@ -63,7 +61,6 @@ class GpuCompiler(Compiler):
     gaps = (0.9, 1.05, 1.3)
     reads_in_order = True
     moves_summed_dims = True
-    splits_reductions = True
     writes_places = True
     obeys_limits = True
 

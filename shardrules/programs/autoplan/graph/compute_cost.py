@@ -17,7 +17,7 @@ from shardrules.programs.autoplan.graph.host_moves import host_move
 from shardrules.programs.autoplan.graph.layouts import shard_counts
 from shardrules.programs.autoplan.graph.machine import Machine
 from shardrules.programs.compilers.fusion import FusedProgram
-from shardrules.programs.compilers.kernels import IN_PLACE, is_matmul, reduced_runs
+from shardrules.programs.compilers.kernels import IN_PLACE, is_matmul
 from shardrules.programs.compilers.ragged import copied_operands, group_count, group_factor
 from shardrules.programs.compiling.fused_calls import fused_matmul
 from shardrules.programs.costs.attention import attention_seconds, is_attention
@@ -52,9 +52,7 @@ class ComputeCosts:
         # A kernel of each round counts rounds, except on TPUs, which have a core for scalars.
         loop_kernels = 0 if hardware.clock_hertz else 1
         seconds = seconds + self._host_seconds(op_index, node, layouts)
-        is_split = self.machine.compiler.splits_reductions and operation.role == "compute"
-        kernels = max(1, reduced_runs(operation)) if is_split else 1
-        launches = kernels * (op_index in self.fusion.kernels) + loop_kernels * (op_index in self._loop_heads)
+        launches = (op_index in self.fusion.kernels) + loop_kernels * (op_index in self._loop_heads)
         seconds = (seconds + launches * hardware.launch_seconds) * operation.run_count
         return seconds, seconds * is_memory_bound
 
