@@ -111,8 +111,6 @@ class ComputeCosts:
             nbytes = fusion.written_bytes(op_index, result_index)
             if not fusion.program.arrays[result].shape or not nbytes:
                 continue
-            if operation.role == "leave":
-                nbytes *= 2  # before a loop stacks results in it, memory is filled with zeros
             written += nbytes / self._result_counts(operation, node, layouts, result_index)
         return read, written
 

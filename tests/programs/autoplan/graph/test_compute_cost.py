@@ -53,14 +53,6 @@ def test_kernels_that_only_read_are_faster_than_copies() -> None:
     assert costs(jnp.exp, (BIG,))["exp"] == pytest.approx(4 * BIG / COPY, rel=0.01)
 
 
-def test_stacks_are_filled_first() -> None:
-    def step(x: jax.Array, cache: jax.Array) -> Any:
-        return jax.lax.scan(lambda x, layer: (x + 1, layer * x), x, cache)
-
-    shapes, stack_bytes = ((128,), (8, 2**20, 128)), 2 * 8 * 2**20 * 128
-    assert costs(step, *shapes)["leave"] == pytest.approx(2 * stack_bytes / COPY, rel=0.01)
-
-
 def test_rows_are_multiplied_once_for_each_group() -> None:
     """XLA for GPUs has no kernel for ragged matmuls."""
     rows, width, groups, sizes = 2**14, 2**11, 8, jnp.full(8, 2**11, jnp.int32)
