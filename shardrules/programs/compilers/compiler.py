@@ -2,8 +2,8 @@
 
 - The arrays in memory: `FusedProgram` (`fusion.py`), the same for all but for `keeps_costly`.
 - The order in which operations run: the first of `orders`, which the others bound.
-- The arrays that it copies: rows of ragged matmuls (`ragged.py`), stacks (`fills_stacks`), and what is in another order
-  of dims (`reads_in_order`, `moves_summed_dims`).
+- The arrays that it copies: rows of ragged matmuls (`ragged.py`), and what is in another order of dims
+  (`reads_in_order`, `moves_summed_dims`).
 - What it puts off: that is in `orders`. What it hides: `waiting.py`, the same for all.
 - The room between arrays: `gaps`.
 - The options that change it: `obeys_limits`.
@@ -30,8 +30,6 @@ class Compiler(abc.ABC):
     at once."""
     has_ragged_kernels: ClassVar[bool] = False
     """It has kernels for ragged matmuls, instead of masking rows for each group."""
-    fills_stacks: ClassVar[bool] = True
-    """It fills memory with zeros before a loop stacks results in it."""
     narrows: ClassVar[bool] = False
     """It may keep what leaves a loop in a narrower dtype, if all that takes it converts it to that."""
     widens_bfloat16: ClassVar[bool] = False
@@ -43,8 +41,6 @@ class Compiler(abc.ABC):
     than the first is copied before."""
     moves_summed_dims: ClassVar[bool] = False
     """It puts dims that are summed over last in memory, and may give that order to everything around."""
-    splits_reductions: ClassVar[bool] = False
-    """A kernel reduces dims that are next to each other; of others each run takes one."""
     writes_places: ClassVar[bool] = False
     """It computes where in windows the largest elements are, for gradients of pools, before it adds the gradients."""
     obeys_limits: ClassVar[bool] = False
@@ -65,7 +61,6 @@ class GpuCompiler(Compiler):
     gaps = (0.9, 1.05, 1.3)
     reads_in_order = True
     moves_summed_dims = True
-    splits_reductions = True
     writes_places = True
     obeys_limits = True
 
@@ -81,7 +76,6 @@ class TpuCompiler(Compiler):
 
     gaps = (0.8, 1.05, 1.3)
     has_ragged_kernels = True
-    fills_stacks = False
     narrows = True
 
     @property
@@ -106,5 +100,5 @@ class CpuCompiler(Compiler):
 
 
 def compiler_of(hardware: Hardware) -> Compiler:
-    """Returns the compiler for a device: for TPUs where links are a torus, for CPUs and for GPUs."""
-    return TpuCompiler() if hardware.torus_dims else CpuCompiler() if hardware.is_cpu else GpuCompiler()
+    """Returns the compiler for a device."""
+    return GpuCompiler() if hardware.is_gpu else CpuCompiler() if hardware.is_cpu else TpuCompiler()

@@ -1,6 +1,5 @@
 """Kinds of operations, by what compilers make kernels of: see `fusion`."""
 
-import itertools
 from collections.abc import Callable, Iterator
 
 from shardrules.programs.traced.program import Operation, TracedProgram, changes_memory
@@ -84,15 +83,14 @@ def is_matmul(operation: Operation) -> bool:
     return all(others) and any(shapes[0][dim] > 1 for dim in summed[0])
 
 
-def reduced_runs(operation: Operation) -> int:
-    """The number of runs of neighboring dims that an operation reduces. Dims of one element do not count: to reduce
-    only these, as gradients of a mean that keeps its dims do, computes nothing.
-    """
+def _reduces(operation: Operation) -> bool:
+    """An operation adds up or compares elements. To reduce only dims of one element, as gradients of a mean that keeps
+    its dims do, computes nothing."""
+    if not operation.name.startswith("reduce_") or operation.name == "reduce_precision":
+        return operation.name == "dot_general" and bool(operation.factors.reduced)
+    shape = operation.equation.invars[0].aval.shape
     axes = operation.equation.params.get("axes", ())
-    if not operation.name.startswith("reduce_") or not axes:
-        return 1
-    kept = [dim in axes for dim, size in enumerate(operation.equation.invars[0].aval.shape) if size != 1]
-    return sum(is_reduced for is_reduced, _ in itertools.groupby(kept))
+    return not axes or any(shape[dim] != 1 for dim in axes)
 
 
 def reduced_rows(operation: Operation) -> tuple[int, ...]:
@@ -107,10 +105,7 @@ def reduced_rows(operation: Operation) -> tuple[int, ...]:
 
 def ends_chain(operation: Operation) -> bool:
     """The results of an operation are written, whatever uses them."""
-    name = operation.name
-    adds_up = name == "dot_general" and bool(operation.factors.reduced)
-    reduces = adds_up or (name.startswith("reduce_") and name != "reduce_precision" and reduced_runs(operation) > 0)
-    return takes_whole(operation) or operation.role == "leave" or name in ENDS or reduces
+    return takes_whole(operation) or operation.role == "leave" or operation.name in ENDS or _reduces(operation)
 
 
 def find_kernels(

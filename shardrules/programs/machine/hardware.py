@@ -313,6 +313,11 @@ class Hardware:
         """Returns whether it is a CPU, whose memory is its host's."""
         return self.name.lower().startswith("cpu")
 
+    @property
+    def is_gpu(self) -> bool:
+        """Returns whether it is a GPU: neither a CPU nor a TPU, whose links are a torus."""
+        return not (self.is_cpu or self.torus_dims)
+
     def flops_per_second(self, dtype: Any, *, highest: bool = False) -> float:
         """Returns the peak rate that a matmul of a dtype runs at.
 

@@ -281,6 +281,20 @@ def branches(x: Any, y: Any) -> Any:
     return lax.switch(x.sum().astype(jnp.int32), (lambda x, y: (x, y), add, add), x, jnp.sort(x + y))
 
 
+def uneven_branches(x: Any, y: Any) -> Any:
+    """What only one branch takes is there while the other, which runs later, uses more memory."""
+
+    def much(_: Any, y: Any) -> Any:
+        y, z = jnp.sort(y, 0), jnp.sort(-y, 0)
+        return (jnp.sort(y * z) + y + z)[:8]
+
+    return lax.cond(x.sum() > 0, much, lambda x, y: jnp.sort(x)[:8] + y[:8], jnp.sort(x, 0), jnp.sort(y))
+
+
+def summed_up(x: Any) -> Any:
+    return jnp.mean(jnp.sin(jnp.cumsum(jnp.cos(x), 0)) * jnp.cumsum(jnp.sin(x), 0))
+
+
 def masked(x: Any, w: Any) -> Any:
     """A mask that a kernel could compute as it goes enters a loop."""
     mask = jnp.broadcast_to(jnp.arange(256) > 3, x.shape)
@@ -330,6 +344,8 @@ PROGRAMS = {
     "decode, scattered": Program(decode_scattered, (real(64, 512, 256), real(64, 256))),
     "decode in a loop": Program(decode_often, (real(64, 512, 256), real(64, 256))),
     "branches": Program(branches, (real(4096, 1024), real(4096, 1024))),
+    "branches, one with more": Program(uneven_branches, (real(4096, 1024), real(4096, 1024))),
+    "cumulative sums": Program(lambda w: w - 0.1 * jax.grad(summed_up)(w), (real(4096, 1024),)),
     "a mask in a loop": Program(masked, (real(16384, 256), real(256, 256))),
 }
 

@@ -17,14 +17,13 @@ from shardrules.programs.autoplan.graph.host_moves import host_move
 from shardrules.programs.autoplan.graph.layouts import shard_counts
 from shardrules.programs.autoplan.graph.machine import Machine
 from shardrules.programs.compilers.fusion import FusedProgram
-from shardrules.programs.compilers.kernels import IN_PLACE, is_matmul, reduced_runs
+from shardrules.programs.compilers.kernels import IN_PLACE, is_matmul
 from shardrules.programs.compilers.ragged import copied_operands, group_count, group_factor
 from shardrules.programs.compiling.fused_calls import fused_matmul
 from shardrules.programs.costs.attention import attention_seconds, is_attention
 from shardrules.programs.costs.kernels import READS_PER_WRITE
 from shardrules.programs.costs.matmul import flops_seconds, matmul_seconds
 from shardrules.programs.costs.memory import host_seconds, traffic_seconds
-from shardrules.programs.machine.measured import ROW_BYTES
 from shardrules.programs.traced.program import Operation
 
 
@@ -53,9 +52,7 @@ class ComputeCosts:
         # A kernel of each round counts rounds, except on TPUs, which have a core for scalars.
         loop_kernels = 0 if hardware.clock_hertz else 1
         seconds = seconds + self._host_seconds(op_index, node, layouts)
-        is_split = self.machine.compiler.splits_reductions and operation.role == "compute"
-        kernels = max(1, reduced_runs(operation)) if is_split else 1
-        launches = kernels * (op_index in self.fusion.kernels) + loop_kernels * (op_index in self._loop_heads)
+        launches = (op_index in self.fusion.kernels) + loop_kernels * (op_index in self._loop_heads)
         seconds = (seconds + launches * hardware.launch_seconds) * operation.run_count
         return seconds, seconds * is_memory_bound
 
@@ -94,31 +91,7 @@ class ComputeCosts:
         # A kernel that begins at another operation may read less than it writes there.
         only_reads = (op_index in self.fusion.kernels) & (read >= READS_PER_WRITE * written)
         access = np.where(only_reads, traffic_seconds(1, hardware, "read"), traffic_seconds(1, hardware))
-        gathered = np.minimum(self._gathered_bytes(op_index, node, layouts, operand_homes), read + written)
-        return (read + written - gathered) * access + gathered * traffic_seconds(1, hardware, "gather")
-
-    def _gathered_bytes(
-        self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
-    ) -> np.ndarray:
-        """The bytes that a gather or a scatter reads and writes in short rows anywhere, in each layout."""
-        operation, arrays = self.fusion.program.operations[op_index], self.fusion.program.arrays
-        operand_index = 0 if operation.name == "gather" else 2
-        is_gather = operation.name == "gather" or operation.name.startswith("scatter")
-        operand = operation.operands[operand_index] if is_gather else None
-        if operand is None:
-            return np.zeros(len(layouts))
-        home = operand_homes.get((op_index, operand_index))
-        sizes = self._local_shapes(arrays[operand].shape, layouts, home)
-        numbers = operation.equation.params["dimension_numbers"]
-        if operation.name == "gather":
-            # A window over all of a dim has its piece on each device.
-            row = np.minimum(sizes, np.array(operation.equation.params["slice_sizes"])).prod(axis=1)
-            (result,) = operation.results
-            moved = math.prod(arrays[result].shape) / self._result_counts(operation, node, layouts, 0)
-        else:
-            row, moved = sizes[:, list(numbers.update_window_dims)].prod(axis=1), sizes.prod(axis=1)
-        itemsize = arrays[operand].nbytes / max(1, math.prod(arrays[operand].shape))
-        return np.where(row * itemsize <= ROW_BYTES, 2 * moved * itemsize, 0.0)
+        return (read + written) * access
 
     def _traffic_bytes(
         self, op_index: int, node: int, layouts: np.ndarray, operand_homes: Mapping[tuple[int, int], Home]
@@ -138,8 +111,6 @@ class ComputeCosts:
             nbytes = fusion.written_bytes(op_index, result_index)
             if not fusion.program.arrays[result].shape or not nbytes:
                 continue
-            if operation.role == "leave":
-                nbytes *= 1 + machine.compiler.fills_stacks
             written += nbytes / self._result_counts(operation, node, layouts, result_index)
         return read, written
 

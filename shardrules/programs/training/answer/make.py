@@ -325,9 +325,7 @@ def _host_findings(search: TrainingSearch, outcome: Outcome) -> Iterator[Finding
     cluster = search.problem.cluster
     devices = min(cluster.count, cluster.hardware.devices_per_host or cluster.count)
     nbytes = outcome.host_bytes * devices
-    # A sheet without a torus is one of GPUs: nothing is planned on the hosts of CPU devices.
-    is_gpu = not cluster.hardware.torus_dims
-    if is_gpu and nbytes > _PINNED_BYTES:
+    if cluster.hardware.is_gpu and nbytes > _PINNED_BYTES:
         yield Finding(
             "note",
             "host-memory",

@@ -434,10 +434,11 @@ class TrainingSearch:
         limit, plan = self.problem.limit_bytes, fastest.plan(self.problem)
         if plan.task.occupancy.argument_bytes(plan.choice) > limit:
             return []
-        # Only compilers for GPUs get a limit, if the model says that it is kept.
+        if not plan.task.problem.machine.compiler.obeys_limits:
+            return [fastest]
+        # Compilers get a limit if the model says that it is kept.
         limited = attrs.evolve(plan.result, peak_bytes=min(plan.result.peak_bytes, limit))
-        is_gpu = self.problem.cluster.compile_target().platform == "cuda"
-        return [fastest, *([attrs.evolve(fastest, result=limited)] if is_gpu else [])]
+        return [fastest, attrs.evolve(fastest, result=limited)]
 
 
 def _best_of(outcomes: Iterable[Outcome]) -> Outcome | None:

@@ -20,7 +20,7 @@ from shardrules.programs.training.stages.layers import LayerLoop
 
 _MESSAGES = 6
 """The messages of a tick to the next stage: what a stage has computed and what waits, and twice the gradient of each,
-as plans are priced."""
+counted by hand in how plans are priced."""
 
 
 @final
