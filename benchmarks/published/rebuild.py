@@ -41,7 +41,7 @@ class Result:
     is_compiled: bool
     """Whether it was compiled, and not read."""
     peak_bytes: int = 0
-    """The peak of a device, as compiled."""
+    """The peak of a device, as compiled; 0 where other numbers of layers were."""
 
     @property
     def predicted(self) -> float:
@@ -63,6 +63,24 @@ class Result:
 
 def rebuild(row: Row, texts: Path | None = None) -> Result:
     """Compiles a row for its target, or reads the compiled program from `texts`, where it is kept."""
+    if not row.layers_compiled:
+        return _rebuild(row, texts)
+    few, more = (_rebuild(_with_layers(row, count), texts) for count in row.layers_compiled)
+    share = (row.dims.layers - few.row.dims.layers) / (more.row.dims.layers - few.row.dims.layers)
+    times = zip(attrs.astuple(few.time), attrs.astuple(more.time), strict=True)
+    extended = StepTime(*(one + share * (other - one) for one, other in times))
+    # The peak of few layers may be where that of many is not: it says nothing.
+    compile_seconds = few.compile_seconds + more.compile_seconds
+    return Result(row, extended, compile_seconds, few.is_compiled or more.is_compiled)
+
+
+def _with_layers(row: Row, count: int) -> Row:
+    """The same row with so many layers."""
+    dims = attrs.evolve(row.dims, layers=count)
+    return attrs.evolve(row, name=f"{row.name}, {count} layers", dims=dims, layers_compiled=())
+
+
+def _rebuild(row: Row, texts: Path | None) -> Result:
     start = time.perf_counter()
     path = None if texts is None else texts / f"{_slug(row.name)}.txt"
     mesh = sr.mesh_shape(",".join(f"{axis}:{size}" for axis, size in row.mesh.items()))

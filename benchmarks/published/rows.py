@@ -18,6 +18,8 @@ A row is a table `[[rows]]`:
 - `gigabytes`: the peak that the source prints, in 10^9 bytes.
 - `recipe`: the name of a table `[recipes.NAME]` (`Recipe`); by default that of the target's chip or platform. A recipe
     that is `like` another says only what differs.
+- `layers_compiled`: two numbers of layers that are compiled instead of all; each other layer takes as much time. For
+    models whose layers are written out and take minutes. Their peak stays unknown.
 - `order`: the set of rows whose order is tested. Their seconds count only among each other.
 """
 
@@ -71,6 +73,7 @@ class Row:
     formula: str = ""
     first: float | None = None
     gigabytes: float | None = None
+    layers_compiled: tuple[int, ...] = ()
     order: str = ""
 
     @property
@@ -126,6 +129,9 @@ class Row:
             f"{name} must be positive, got {getattr(self, name)}" for name in names if not getattr(self, name) > 0
         ]
         problems += [*self._evidence_problems, *self.recipe.problems]
+        depths = self.layers_compiled
+        if depths and not (len(depths) == 2 and 0 < depths[0] < depths[1] < self.dims.layers):
+            problems.append(f"layers_compiled must be two growing numbers below {self.dims.layers}, got {list(depths)}")
         if self.recipe.attention and self.recipe.attention not in RATES:
             problems.append(f"unknown attention {self.recipe.attention!r}; known are {', '.join(RATES)}")
         problems += [*self._fsdp_problems, *self._expert_problems]
@@ -268,6 +274,7 @@ def _row(entry: dict[str, Any], models: Mapping[str, Any], recipes: Mapping[str,
     dims = dict(models[str(model)])
     if "experts" in dims:
         dims["experts"] = ExpertDims(**dims["experts"])
+    entry["layers_compiled"] = tuple(entry.get("layers_compiled", ()))
     return Row(**{**entry, "dims": Dims(**dims), "mesh": mesh, "recipe": Recipe(**fields)})
 
 

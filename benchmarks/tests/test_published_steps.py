@@ -18,6 +18,7 @@ import shardrules as sr
 from benchmarks.tests.smoke import BENCHMARKS, run
 from shardrules.programs.compiled.collectives import find_collectives
 from shardrules.programs.compiled.program import read_program
+from shardrules.programs.costs.step_time import StepTime
 
 ROW = """
 [[rows]]
@@ -298,6 +299,31 @@ def test_programs_wait_where_pytorch_does_and_run_on_its_hosts(monkeypatch: pyte
     mesh = SimpleNamespace(axis_names=("data", "tensor"), devices=devices)
     counts = [rebuild._on_hosts(gather, per_host, mesh).host_count for per_host in (4, 2)]
     assert (gather.axes, counts) == (("tensor",), [1, 2])
+
+
+def test_time_grows_by_as_much_for_each_layer_that_is_not_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    rows, rebuild = (importlib.import_module(f"published.{name}") for name in ("rows", "rebuild"))
+    row = ROW.format(target="cuda:h100:8", model="MPT-7B", mesh="fsdp:8", remat="none")
+    row += 'recipe = "llm-foundry"\nlayers_compiled = [4, 8]\n'
+    (tmp_path / "rows.toml").write_text(row)
+    (mine,) = rows.read_rows([tmp_path / "rows.toml"])
+    asked = []
+
+    def shallow(row: Any, texts: None) -> Any:
+        asked.append(row.name)
+        return rebuild.Result(row, StepTime(0.1 + row.dims.layers, 2.0 * row.dims.layers, 0, 0.5), 3.0, True, 7)
+
+    monkeypatch.setattr(rebuild, "_rebuild", shallow)
+    result = rebuild.rebuild(mine)
+    assert asked == ["mine, 4 layers", "mine, 8 layers"]
+    np.testing.assert_allclose(attrs.astuple(result.time), (32.1, 64.0, 0, 0.5, 0))
+    assert (result.compile_seconds, result.is_compiled, result.peak_bytes) == (6.0, True, 0)
+    (tmp_path / "rows.toml").write_text(row.replace("[4, 8]", "[8, 32]"))
+    with pytest.raises(rows.RowError, match="layers_compiled must be two growing numbers below 32, got"):
+        rows.read_rows([tmp_path / "rows.toml"])
 
 
 def test_kernels_of_pytorch_compute_what_they_are_named_for(monkeypatch: pytest.MonkeyPatch) -> None:
