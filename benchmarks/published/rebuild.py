@@ -24,6 +24,7 @@ from shardrules.programs.compiled.kernels import find_kernels
 from shardrules.programs.compiled.program import CompiledProgram, read_program
 from shardrules.programs.compiling.kernel_calls import find_kernel_calls
 from shardrules.programs.costs.attention import is_attention
+from shardrules.programs.costs.collective import Group, collective_cost
 from shardrules.programs.costs.matmul import flops_seconds
 from shardrules.programs.costs.schedule import play_schedule
 from shardrules.programs.costs.step_time import StepTime
@@ -153,6 +154,8 @@ def _model(row: Row, text: str, mesh: Any) -> StepTime:
         program = _waiting(program, [each for each in collectives if each.axes == ("tensor",)])
     if row.recipe.devices_per_host:
         collectives = tuple(_on_hosts(collective, row.recipe.devices_per_host, devices) for collective in collectives)
+    if row.recipe.pair_bytes_per_second:
+        collectives = tuple(_over_pairs(each, row.recipe.pair_bytes_per_second, hardware) for each in collectives)
     return play_schedule(program, collectives, find_kernels(program, matmuls), hardware).time
 
 
@@ -193,6 +196,21 @@ def _on_hosts(collective: Collective, per_host: int, mesh: Mesh) -> Collective:
     group = tuple(slice(None) if axis in collective.axes else 0 for axis in mesh.axis_names)
     hosts = {device.id // per_host for device in np.ravel(mesh.devices[group])}
     return attrs.evolve(collective, host_count=len(hosts))
+
+
+def _over_pairs(collective: Collective, pair_bytes: float, hardware: sr.Hardware) -> Collective:
+    """A collective inside a host whose GPUs are linked in pairs: it sends as many more bytes as it takes longer."""
+    others = collective.group_size - 1
+    if collective.host_count > 1 or not others or not collective.wire_bytes:
+        return collective
+    links = min(hardware.link_bytes_per_second, others * pair_bytes)
+    # Tables are of GPUs behind a switch.
+    linked = attrs.evolve(hardware, link_bytes_per_second=links, collective_times=())
+    switched, paired = (
+        collective_cost(collective.kind, collective.wire_bytes, Group(collective.group_size), sheet).seconds
+        for sheet in (hardware, linked)
+    )
+    return attrs.evolve(collective, wire_bytes=round(collective.wire_bytes * max(1.0, paired / switched)))
 
 
 def _slug(name: str) -> str:

@@ -138,8 +138,11 @@ class Recipe:
     devices_per_host: int = 0
     """The GPUs of a host, where they are not as many as `shardrules.Target` assumes."""
 
+    pair_bytes_per_second: float = 0.0
+    """What two GPUs of a host send each other over links of their own, in each direction, where there is no switch."""
+
     machine: str = ""
-    """The source of both."""
+    """The source of these three."""
 
     float32_logits: bool = False
     """The head multiplies in float32."""
@@ -147,8 +150,7 @@ class Recipe:
     @property
     def problems(self) -> list[str]:
         """Why no program runs so."""
-        if bool(self.machine) != bool(self.network_bytes_per_second or self.devices_per_host):
-            return [
-                "network_bytes_per_second and devices_per_host need `machine`, their source, which is of them alone"
-            ]
+        differs = self.network_bytes_per_second or self.devices_per_host or self.pair_bytes_per_second
+        if bool(self.machine) != bool(differs):
+            return ["a network, hosts and links of pairs need `machine`, their source, and it needs one of them"]
         return []

@@ -47,6 +47,7 @@ commit = "abc1234"
 tokens = 524288
 known = "printed"
 """
+H200 = sr.Hardware.named("cuda:h200")
 FIGURE = {"order": "", "chip": "tpu:v5e", "seconds": 60.0, "compiled": True, "kind": "dense"}
 
 
@@ -279,7 +280,10 @@ devices_per_host = 4
     assert slow.hardware.network_bytes_per_second == 1e9
     assert attrs.evolve(slow, recipe=rows.Recipe()).hardware.network_bytes_per_second == 50e9
     for text, problem in [
-        ((row + recipes).replace('machine = "me"', 'machine = ""'), "need `machine`, their source"),
+        (
+            (row + recipes).replace('machine = "me"', 'machine = ""'),
+            "a network, hosts and links of pairs need `machine`",
+        ),
         ((row + recipes).replace('like = "slow"', 'like = "fast"'), "recipe 'slower' is like 'fast'; known are"),
     ]:
         (tmp_path / "rows.toml").write_text(text)
@@ -299,6 +303,11 @@ def test_programs_wait_where_pytorch_does_and_run_on_its_hosts(monkeypatch: pyte
     mesh = SimpleNamespace(axis_names=("data", "tensor"), devices=devices)
     counts = [rebuild._on_hosts(gather, per_host, mesh).host_count for per_host in (4, 2)]
     assert (gather.axes, counts) == (("tensor",), [1, 2])
+    # Two GPUs with a third of the links take three times as long where a table does not say that a switch is slower.
+    sheet, large = attrs.evolve(H200, collective_times=()), attrs.evolve(gather, group_size=2, wire_bytes=2**30)
+    assert 2.9 < rebuild._over_pairs(large, 150e9, sheet).wire_bytes / 2**30 < 3
+    assert 1 < rebuild._over_pairs(large, 150e9, H200).wire_bytes / 2**30 < 2.9
+    assert rebuild._over_pairs(attrs.evolve(large, group_size=4), 150e9, sheet).wire_bytes == 2**30
 
 
 def test_time_grows_by_as_much_for_each_layer_that_is_not_compiled(
