@@ -14,11 +14,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from published.adapters import adapted, adapter_shapes, merged, parted
 from published.attention import BATCH, attend
-from published.eager import kernel, layer_norm
+from published.eager import cross_entropy, kernel, layer_norm, log_softmax, rms_norm, rotary
 from published.experts import ExpertDims, ExpertLayer
-from published.fsdp import gathered, with_strategy
+from published.fsdp import Unit, fully_gathered, gathered, grouped, ungrouped, with_strategy
 from published.recipe import POLICIES, Recipe
+from published.sequence import columns, part_of, row, shared, whole_of
 
 Family: TypeAlias = Literal["llama", "gpt"]
 """Llamas have RMS norms, rotary positions, and a head of their own. GPTs have layer norms, biases, learned positions,
@@ -72,6 +74,8 @@ def _layer_shapes(dims: Dims, recipe: Recipe, is_dense: bool = False) -> dict[st
     if "gate_up" not in shapes:
         shapes["up"] = ((embed, mlp), column)
     shapes["down"] = ((mlp, embed), row)
+    if recipe.lora_rank:
+        shapes |= adapter_shapes({name: shape for name, (shape, _) in shapes.items()}, recipe.lora_rank)
     if dims.family == "gpt":
         for name in [name for name in shapes if not name.startswith("norm")]:
             # A bias has the dims that its matmul makes.
@@ -83,7 +87,8 @@ def _layer_shapes(dims: Dims, recipe: Recipe, is_dense: bool = False) -> dict[st
 
 def _root_shapes(dims: Dims, recipe: Recipe, length: int) -> dict[str, tuple[tuple[int, ...], P]]:
     """The weights outside of layers."""
-    shapes = {"embed": ((dims.vocab, dims.embed), P("tensor", "fsdp")), "norm": ((dims.embed,), P())}
+    split = None if recipe.sequence_parallel else "tensor"
+    shapes = {"embed": ((dims.vocab, dims.embed), P(split, "fsdp")), "norm": ((dims.embed,), P())}
     if dims.family == "llama":
         head = P(None, ("fsdp", "tensor")) if recipe.split_vocab else P("fsdp", "tensor")
         return shapes | {"head": ((dims.embed, dims.vocab), head)}
@@ -93,14 +98,23 @@ def _root_shapes(dims: Dims, recipe: Recipe, length: int) -> dict[str, tuple[tup
 def _shapes(dims: Dims, recipe: Recipe, length: int) -> dict[str, Any]:
     layer, root = _layer_shapes(dims, recipe), _root_shapes(dims, recipe, length)
     if recipe.fsdp:  # FSDP splits vectors
-        layer, root = (
-            {name: ((prod(shape),), P("fsdp")) for name, (shape, _) in shapes.items()} for shapes in (layer, root)
-        )
+        layer, root = ({name: _vector(*item) for name, item in shapes.items()} for shapes in (layer, root))
     dense_count = dims.experts.dense_layers if dims.experts else 0
     groups = {"layers": _stacked(layer, dims.layers - dense_count, recipe)}
     if dense_count:
         groups["dense_layers"] = _stacked(_layer_shapes(dims, recipe, is_dense=True), dense_count, recipe)
     return root | groups
+
+
+def _vector(shape: tuple[int, ...], spec: P) -> tuple[tuple[int], P]:
+    """A weight as FSDP splits it, after `tensor` if that splits it, too."""
+    return (prod(shape),), P(("tensor", "fsdp")) if "tensor" in spec else P("fsdp")
+
+
+def _local(shape: tuple[int, ...], spec: P, size: int) -> tuple[int, ...]:
+    """The shape of a weight on one of `size` devices that `tensor` splits it over."""
+    axes = (*spec, *[None] * len(shape))
+    return tuple(length // size if axis == "tensor" else length for length, axis in zip(shape, axes, strict=False))
 
 
 def _stacked(layer: dict[str, tuple[tuple[int, ...], P]], count: int, recipe: Recipe) -> Any:
@@ -116,8 +130,9 @@ def _is_shape(node: Any) -> bool:
 
 def weight_shapes(dims: Dims, recipe: Recipe, length: int) -> dict[str, Any]:
     """The weights of a decoder for sequences of `length`."""
+    dtype = jnp.dtype(recipe.weight_dtype)
     return jax.tree.map(
-        lambda item: jax.ShapeDtypeStruct(item[0], jnp.float32), _shapes(dims, recipe, length), is_leaf=_is_shape
+        lambda item: jax.ShapeDtypeStruct(item[0], dtype), _shapes(dims, recipe, length), is_leaf=_is_shape
     )
 
 
@@ -135,10 +150,21 @@ class Decoder:
     recipe: Recipe
     platform: str
     remat: str
+    frozen: Any = attrs.field(default=None, eq=False)
+    """The weights that are not trained, where only adapters are."""
 
     def _fence(self, x: Any) -> Any:
         """Ends a kernel, where each operation is one."""
         return jax.lax.optimization_barrier(x) if self.recipe.eager else x
+
+    @property
+    def _is_eager(self) -> bool:
+        """Operations of layers are run one by one."""
+        return self.recipe.eager and not self.recipe.compiled
+
+    def _end(self, x: Any) -> Any:
+        """Ends a kernel of a layer."""
+        return jax.lax.optimization_barrier(x) if self._is_eager else x
 
     def _constrain(self, x: Any, *spec: Any) -> Any:
         """Says how XLA splits an array; with FSDP each device has its own."""
@@ -148,38 +174,64 @@ class Decoder:
         """Weights as the model computes with them."""
         if not self.recipe.fsdp:
             return jax.tree.map(lambda weight: weight.astype(jnp.bfloat16), weights)
-        vectors = gathered(weights, self.recipe.reduce_dtype, self._fence)
-        return {name: vector.reshape(shapes[name][0]) for name, vector in vectors.items()}
+        if isinstance(weights, Unit):
+            vectors = fully_gathered(weights, self.recipe.reduce_dtype)
+        else:
+            vectors = gathered(weights, self.recipe.reduce_dtype, self._fence)
+        size = jax.lax.axis_size("tensor")
+        whole = {name: vector.reshape(_local(*shapes[name], size)) for name, vector in vectors.items()}
+        if not self.recipe.sequence_parallel:
+            return whole
+        return {name: shared(weight) if name.startswith("norm") else weight for name, weight in whole.items()}
 
     def _residual(self, x: Any) -> Any:
         return self._constrain(x, BATCH, None, "tensor" if self.recipe.split_residual else None)
 
     def _norm(self, x: Any, weights: Any, name: str) -> Any:
-        if self.dims.family == "gpt" and self.recipe.eager:
+        if self.dims.family == "gpt" and self._is_eager:
             return layer_norm(x, weights[name], weights[f"{name}_bias"])
         if self.dims.family == "gpt":  # in bfloat16, as MaxText does it for GPTs
             y = x - jnp.mean(x, -1, keepdims=True)
             y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-5)
             return y * weights[name] + weights[f"{name}_bias"]
+        if self._is_eager:
+            return rms_norm(x, weights[name])
         y = x.astype(jnp.float32)
         y = (y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-5)).astype(x.dtype)
-        return self._fence(y * weights[name])
+        return self._end(y * weights[name])
 
     def _dense(self, equation: str, x: Any, weights: Any, name: str) -> Any:
+        """A matmul whose results are whole."""
+        if self.recipe.sequence_parallel:
+            return self._end(row(functools.partial(jnp.einsum, equation), x, weights[name]))
+        if self.recipe.lora_rank and name != "head":
+            return adapted(equation, x, weights, name, self.recipe.lora_dropout)
         y = jnp.einsum(equation, x, weights[name])
         # The bias is added where the matmul ends, in the same kernel.
-        return self._fence(y + weights[f"{name}_bias"] if f"{name}_bias" in weights else y)
+        return self._end(y + weights[f"{name}_bias"] if f"{name}_bias" in weights else y)
+
+    def _split(self, equation: str, x: Any, weights: Any, *names: str) -> tuple[Any, ...]:
+        """Matmuls whose results `tensor` splits."""
+        if not self.recipe.sequence_parallel:
+            return tuple(self._dense(equation, x, weights, name) for name in names)
+        results = columns(functools.partial(jnp.einsum, equation), x, tuple(weights[name] for name in names))
+        return tuple(self._end(result) for result in results)
 
     def _heads(self, x: Any, weights: Any) -> tuple[Any, Any, Any]:
         """Queries, keys and values."""
         if "qkv" in weights:
-            joined = checkpoint_name(self._dense("bse,ehd->bshd", x, weights, "qkv"), "qkv_proj")
+            (joined,) = self._split("bse,ehd->bshd", x, weights, "qkv")
+            joined = checkpoint_name(joined, "qkv_proj")
             heads = self.dims.heads
             query, key, value = jnp.split(joined, (heads, heads + self.dims.kv_heads), 2)
         else:
-            query, key, value = (self._dense("bse,ehd->bshd", x, weights, name) for name in ("query", "key", "value"))
+            query, key, value = self._split("bse,ehd->bshd", x, weights, "query", "key", "value")
         if self.dims.family == "llama":
-            query, key = self._fence(_rotary(query)), self._fence(_rotary(key))
+            turn = rotary if self._is_eager else _rotary
+            query, key = turn(query), turn(key)
+        if self.recipe.repeat_heads:
+            repeats = self.dims.heads // self.dims.kv_heads
+            key, value = (self._end(jnp.repeat(part, repeats, 2)) for part in (key, value))
         names = ("query_proj", "key_proj", "value_proj")
         query, key, value = (
             checkpoint_name(self._constrain(part, BATCH, None, "tensor"), name)
@@ -190,15 +242,17 @@ class Decoder:
     def _hidden(self, x: Any, weights: Any) -> Any:
         """The MLP up to its last matmul."""
         if "gate_up" in weights:
-            both = checkpoint_name(self._dense("bse,eam->bsam", x, weights, "gate_up"), "mlpwi")
+            (both,) = self._split("bse,eam->bsam", x, weights, "gate_up")
+            both = checkpoint_name(both, "mlpwi")
             gate, up = both[:, :, 0], both[:, :, 1]
         elif self.dims.gated:
-            gate = checkpoint_name(self._dense("bse,em->bsm", x, weights, "gate"), "mlpwi_0")
-            up = checkpoint_name(self._dense("bse,em->bsm", x, weights, "up"), "mlpwi_1")
+            gate, up = self._split("bse,em->bsm", x, weights, "gate", "up")
+            gate, up = checkpoint_name(gate, "mlpwi_0"), checkpoint_name(up, "mlpwi_1")
         else:
-            up = checkpoint_name(self._dense("bse,em->bsm", x, weights, "up"), "mlpwi")
-            return kernel(jax.nn.gelu, up) if self.recipe.eager else jax.nn.gelu(up)
-        if self.recipe.eager:
+            (up,) = self._split("bse,em->bsm", x, weights, "up")
+            up = checkpoint_name(up, "mlpwi")
+            return kernel(jax.nn.gelu, up) if self._is_eager else jax.nn.gelu(up)
+        if self._is_eager:
             return kernel(jnp.multiply, kernel(jax.nn.silu, gate), up)
         return jax.nn.silu(gate) * up
 
@@ -209,21 +263,21 @@ class Decoder:
         x = checkpoint_name(self._residual(x), "decoder_layer_input")
         normed = self._residual(self._norm(x, weights, "norm_attention"))
         whole = self._constrain(normed, BATCH, None, None) if self.recipe.gather_once else normed
-        context = self._fence(attend(self.platform, self.recipe.blocks, *self._heads(whole, weights)))
+        context = self._end(attend(self.platform, self.recipe.blocks, *self._heads(whole, weights)))
         context = self._constrain(context, BATCH, None, "tensor")
         out = self._residual(checkpoint_name(self._dense("bshd,hde->bse", context, weights, "out"), "out_proj"))
-        x = self._fence(x + out)
+        x = self._end(x + out)
         normed = self._residual(self._norm(x, weights, "norm_mlp"))
         hidden = self._constrain(self._hidden(normed, weights), BATCH, None, "tensor")
         down = self._residual(checkpoint_name(self._dense("bsm,me->bse", hidden, weights, "down"), "mlpwo"))
-        return self._residual(self._fence(x + down)), None
+        return self._residual(self._end(x + down)), None
 
     def _layers(self, x: Any, weights: Any, is_dense: bool = False) -> Any:
         layer: Callable[..., Any] = functools.partial(self._layer, is_dense=is_dense)
         policy = POLICIES[self.remat]()
         if self.recipe.fsdp:
             policy = with_strategy(policy, self.recipe.fsdp)
-        if self.remat != "none" or self.recipe.fsdp == "FULL_SHARD":
+        if self.remat != "none" or self.recipe.fsdp in ("FULL_SHARD", "fully_shard"):
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=not self.recipe.scan)
         if self.recipe.scan:
             return jax.lax.scan(layer, x, weights)[0]
@@ -233,7 +287,9 @@ class Decoder:
 
     def loss(self, weights: Any, tokens: Any, targets: Any) -> Any:
         """The mean cross entropy of a batch."""
-        root = {name: weight for name, weight in weights.items() if not name.endswith("layers")}
+        if self.frozen is not None:
+            weights = merged(weights, self.frozen)
+        root = weights.get("root", {name: weight for name, weight in weights.items() if not name.endswith("layers")})
         root = self._whole(root, _root_shapes(self.dims, self.recipe, tokens.shape[1]))
         table = root["embed"]
         if self.recipe.one_hot_lookup:
@@ -242,19 +298,37 @@ class Decoder:
             x = jnp.take(table, tokens, axis=0)
         if "positions" in root:
             x = x + root["positions"]
-        x = self._residual(x)
+        x = part_of(x) if self.recipe.sequence_parallel else self._residual(x)
         if "dense_layers" in weights:
             x = self._layers(x, weights["dense_layers"], is_dense=True)
         x = self._layers(x, weights["layers"])
         x = self._norm(x, root, "norm")
         head = table.T if self.dims.family == "gpt" else root["head"]
+        if self.recipe.float32_logits:
+            x, head = x.astype(jnp.float32), head.astype(jnp.float32)
+        (logits,) = self._split("bse,ev->bsv", x, {"head": head}, "head")
+        if self.recipe.sequence_parallel:
+            logits = self._fence(whole_of(logits, 2))
         spec = ("data", None, ("fsdp", "tensor")) if self.recipe.split_vocab else (BATCH, None, "tensor")
-        logits = self._fence(self._constrain(jnp.einsum("bse,ev->bsv", x, head), *spec))
-        return jnp.mean(_cross_entropy(logits.astype(jnp.float32), targets))
+        return self._mean_loss(self._fence(self._constrain(logits, *spec)), targets)
+
+    def _mean_loss(self, logits: Any, targets: Any) -> Any:
+        if not self.recipe.loss_dtype:
+            loss = jnp.mean(_cross_entropy(logits.astype(jnp.float32), targets))
+        else:
+            loss = jnp.mean(cross_entropy(self._fence(logits.astype(self.recipe.loss_dtype)), targets))
+        for _ in range(self.recipe.logged_losses):
+            wide = jax.lax.optimization_barrier(jax.lax.stop_gradient(logits).astype(jnp.float32))
+            loss = loss + 0.0 * jnp.sum(log_softmax(wide))
+        return loss
 
     def step(self, weights: Any, state: Any, tokens: Any, targets: Any) -> tuple[Any, Any, Any]:
         """Loss, gradients, clipping and Adam; `state` is a count and two trees of moments."""
-        if self.recipe.accumulations > 1:
+        if self.recipe.lora_rank and self.frozen is None:
+            trained, frozen = parted(weights)
+            trained, state, logged = attrs.evolve(self, frozen=frozen).step(trained, state, tokens, targets)
+            return merged(trained, frozen), state, logged
+        if self.recipe.accumulations > 1 and not self._sums_whole:
             loss, gradients = self._accumulated(weights, tokens, targets)
         else:
             loss, gradients = self._gradients(weights, tokens, targets)
@@ -282,26 +356,60 @@ class Decoder:
             return gradients(weights, tokens, targets)
 
         def local(*arguments: Any) -> tuple[Any, Any]:
-            loss, parts = gradients(*arguments)
+            loss, parts = self._reduced_once(*arguments) if self._sums_whole else gradients(*arguments)
             return jax.lax.pmean(loss, BATCH), parts
 
-        batch = P(BATCH)
+        batch = P(None, BATCH) if self._sums_whole else P(BATCH)
         specs = weight_specs(self.dims, self.recipe, tokens.shape[1])
         return jax.shard_map(local, in_specs=(specs, batch, batch), out_specs=(P(), specs), check_vma=False)(
             weights, tokens, targets
         )
 
+    @property
+    def _sums_whole(self) -> bool:
+        """Gradients of whole weights are added up before they are reduced."""
+        return self.recipe.fsdp == "fully_shard"
+
+    def _reduced_once(self, weights: Any, tokens: Any, targets: Any) -> tuple[Any, Any]:
+        """The loss and its gradients on a device. `fully_shard` reduces those of the last batch with all others."""
+        gradients, last = jax.value_and_grad(self.loss), tokens.shape[0] - 1
+        shards = grouped(weights)
+
+        def add(totals: Any, batch: Any) -> tuple[Any, Any]:
+            loss, parts = gradients(Unit.of(shards, totals, reduces=False), *batch)
+            return jax.tree.map(lambda unit: unit.totals, parts, is_leaf=Unit.is_one), loss
+
+        totals, losses = None, []
+        if last:
+            size, dtype = jax.lax.axis_size("fsdp"), self.recipe.reduce_dtype
+            zeros = jax.tree.map(lambda shard: jnp.zeros(shard.size * size, dtype), shards)
+            totals, loss = add(zeros, (tokens[0], targets[0]))
+            losses.append(loss)
+        if last > 1:
+            totals, more = jax.lax.scan(add, totals, (tokens[1:last], targets[1:last]))
+            losses.append(jnp.sum(more))
+        loss, parts = gradients(Unit.of(shards, totals, reduces=True), tokens[last], targets[last])
+        parts = jax.tree.map(lambda unit: unit.shards, parts, is_leaf=Unit.is_one)
+        return sum(losses, loss), ungrouped(parts)
+
     def _accumulated(self, weights: Any, tokens: Any, targets: Any) -> tuple[Any, Any]:
         """Adds up the gradients of several batches, which are the first dim of tokens and targets."""
 
         def add(total: Any, batch: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, self._gradients(weights, *batch)), None
+            # PyTorch adds gradients when they are all there, where it compiles the whole backward pass.
+            part = self._gradients(weights, *batch)
+            return jax.tree.map(jnp.add, total, self._fence(part) if self.recipe.compiled else part), None
 
+        if self.recipe.eager:  # the first gradients are nothing's sum
+            first = self._gradients(weights, tokens[0], targets[0])
+            return jax.lax.scan(add, first, (tokens[1:], targets[1:]))[0]
         zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights))
         return jax.lax.scan(add, zeros, (tokens, targets))[0]
 
     def _adam(self, count: Any, weight: Any, gradient: Any, first: Any, second: Any) -> tuple[Any, Any, Any]:
         """AdamW. Each line is one kernel where operations are run one by one."""
+        if self.recipe.fused_adam:
+            return self._fused_adam(count, weight, gradient, first, second)
         fence = self._fence
         first = fence(fence(0.9 * first) + 0.1 * gradient)
         second = fence(fence(0.95 * second) + 0.05 * gradient * gradient)
@@ -309,6 +417,15 @@ class Decoder:
         if self.recipe.weight_decay:
             weight = fence(weight * (1 - 1e-5))
         return fence(weight - 1e-4 * first / (1 - 0.9**count) / root), first, second
+
+    def _fused_adam(self, count: Any, weight: Any, gradient: Any, first: Any, second: Any) -> tuple[Any, Any, Any]:
+        """AdamW as one kernel, in float32 whatever it reads and writes."""
+        wide = [x.astype(jnp.float32) for x in (weight, gradient, first, second)]
+        results = attrs.evolve(self, recipe=attrs.evolve(self.recipe, eager=False, fused_adam=False))._adam(
+            count, *wide
+        )
+        weight, first, second = (x.astype(weight.dtype) for x in results)
+        return weight, first, second
 
 
 def state_shapes(weights: Any) -> tuple[Any, Any, Any]:

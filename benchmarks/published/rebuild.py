@@ -1,25 +1,30 @@
 """Rebuilds a published step without its hardware: compiles it, and models its time."""
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, final
 
 import attrs
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from published.adapters import parted
 from published.attention import BATCH, RATES
 from published.decoder import Decoder, state_shapes, weight_shapes, weight_specs
 from published.rows import Row
-from shardrules.programs.compiled.collectives import find_collectives
+from shardrules.programs.compiled.collectives import Collective, find_collectives
 from shardrules.programs.compiled.flops import Matmul, find_matmuls
 from shardrules.programs.compiled.kernel_costs import KernelFacts
 from shardrules.programs.compiled.kernels import find_kernels
-from shardrules.programs.compiled.program import read_program
+from shardrules.programs.compiled.program import CompiledProgram, read_program
 from shardrules.programs.compiling.kernel_calls import find_kernel_calls
 from shardrules.programs.costs.attention import is_attention, sustained_part
+from shardrules.programs.costs.collective import Group, collective_cost
 from shardrules.programs.costs.matmul import flops_seconds
 from shardrules.programs.costs.schedule import play_schedule
 from shardrules.programs.costs.slowest import slowest_of
@@ -38,7 +43,7 @@ class Result:
     is_compiled: bool
     """Whether it was compiled, and not read."""
     peak_bytes: int = 0
-    """The peak of a device, as compiled."""
+    """The peak of a device, as compiled; 0 where other numbers of layers were."""
 
     @property
     def predicted(self) -> float:
@@ -60,6 +65,24 @@ class Result:
 
 def rebuild(row: Row, texts: Path | None = None) -> Result:
     """Compiles a row for its target, or reads the compiled program from `texts`, where it is kept."""
+    if not row.layers_compiled:
+        return _rebuild(row, texts)
+    few, more = (_rebuild(_with_layers(row, count), texts) for count in row.layers_compiled)
+    share = (row.dims.layers - few.row.dims.layers) / (more.row.dims.layers - few.row.dims.layers)
+    times = zip(attrs.astuple(few.time), attrs.astuple(more.time), strict=True)
+    extended = StepTime(*(one + share * (other - one) for one, other in times))
+    # The peak of few layers may be where that of many is not: it says nothing.
+    compile_seconds = few.compile_seconds + more.compile_seconds
+    return Result(row, extended, compile_seconds, few.is_compiled or more.is_compiled)
+
+
+def _with_layers(row: Row, count: int) -> Row:
+    """The same row with so many layers."""
+    dims = attrs.evolve(row.dims, layers=count)
+    return attrs.evolve(row, name=f"{row.name}, {count} layers", dims=dims, layers_compiled=())
+
+
+def _rebuild(row: Row, texts: Path | None) -> Result:
     start = time.perf_counter()
     path = None if texts is None else texts / f"{_slug(row.name)}.txt"
     mesh = sr.mesh_shape(",".join(f"{axis}:{size}" for axis, size in row.mesh.items()))
@@ -86,10 +109,16 @@ def _arguments(row: Row) -> tuple[Any, ...]:
     """The shapes that a step takes."""
     weights = weight_shapes(row.dims, row.recipe, row.length)
     shape = (row.sequences, row.length)
-    if row.recipe.accumulations > 1:
+    if _has_batches(row):
         shape = (row.recipe.accumulations, *shape)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-    return weights, state_shapes(weights), tokens, tokens
+    trained = parted(weights)[0] if row.recipe.lora_rank else weights
+    return weights, state_shapes(trained), tokens, tokens
+
+
+def _has_batches(row: Row) -> bool:
+    """The first dim of tokens is that of batches."""
+    return row.recipe.accumulations > 1 or row.recipe.fsdp == "fully_shard"
 
 
 def audit(row: Row, decoder: Decoder) -> sr.reports.AuditReport:
@@ -97,7 +126,7 @@ def audit(row: Row, decoder: Decoder) -> sr.reports.AuditReport:
     mesh = sr.mesh_shape(",".join(f"{axis}:{size}" for axis, size in row.mesh.items()))
     arguments = _arguments(row)
     plan = sr.SpecTreeShardingRule(weight_specs(row.dims, row.recipe, row.length)).plan(arguments[0], mesh)
-    spec = P(None, BATCH) if row.recipe.accumulations > 1 else P(BATCH)
+    spec = P(None, BATCH) if _has_batches(row) else P(BATCH)
     return sr.audit(
         decoder.step,
         *arguments,
@@ -112,7 +141,6 @@ def audit(row: Row, decoder: Decoder) -> sr.reports.AuditReport:
 
 def _model(row: Row, text: str, mesh: Any) -> StepTime:
     target = sr.Target.parse(row.target)
-    hardware = slowest_of(target.hardware, row.device_count)
     program, devices = read_program(text), target.mesh(mesh)
     facts = KernelFacts()
     if target.platform == "tpu":
@@ -120,9 +148,15 @@ def _model(row: Row, text: str, mesh: Any) -> StepTime:
         with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
             step = jax.make_jaxpr(_decoder(row).step)(*_arguments(row))
         facts = KernelFacts(calls=find_kernel_calls(step))
-    attention = row.recipe.attention
+    attention, hardware = row.recipe.attention, slowest_of(row.hardware, row.device_count)
     matmuls = tuple(_at_rate(matmul, attention, hardware) for matmul in find_matmuls(program, facts))
     collectives = find_collectives(program, devices, target)
+    if row.recipe.sequence_parallel:
+        program = _waiting(program, [each for each in collectives if each.axes == ("tensor",)])
+    if row.recipe.devices_per_host:
+        collectives = tuple(_on_hosts(collective, row.recipe.devices_per_host, devices) for collective in collectives)
+    if row.recipe.pair_bytes_per_second:
+        collectives = tuple(_over_pairs(each, row.recipe.pair_bytes_per_second, hardware) for each in collectives)
     return play_schedule(program, collectives, find_kernels(program, matmuls), hardware).time
 
 
@@ -131,9 +165,53 @@ def _at_rate(matmul: Matmul, attention: str, hardware: sr.Hardware) -> Matmul:
     if not attention or not is_attention(matmul):
         return matmul
     forward, backward = RATES[attention]
-    seconds = matmul.flops / (forward if len(matmul.products) == 2 else backward) / sustained_part(hardware)
+    rate, half = forward if len(matmul.products) == 2 else backward
+    seconds = matmul.flops / (rate * sustained_part(hardware)) * (1 + half / matmul.products[0].m)
     flops = seconds / flops_seconds(1.0, matmul.dtype, matmul.precision, hardware)
     return attrs.evolve(matmul, flops=round(flops), products=())
+
+
+def _waiting(program: CompiledProgram, collectives: Iterable[Collective]) -> CompiledProgram:
+    """A program that waits for collectives where they begin, as PyTorch does."""
+    starts = {(collective.computation, collective.name) for collective in collectives}
+    computations = []
+    for computation in program.computations:
+        ends = {
+            instruction.operands[0]: instruction
+            for instruction in computation.instructions
+            if instruction.op.endswith("-done") and (computation.name, instruction.operands[0]) in starts
+        }
+        order = []
+        for instruction in computation.instructions:
+            if instruction.op.endswith("-done") and instruction.operands[0] in ends:
+                continue
+            order += [instruction, *([ends[instruction.name]] if instruction.name in ends else [])]
+        computations.append(attrs.evolve(computation, instructions=tuple(order)))
+    return attrs.evolve(program, computations=tuple(computations))
+
+
+def _on_hosts(collective: Collective, per_host: int, mesh: Mesh) -> Collective:
+    """A collective over whole axes of the mesh, on hosts of so many devices, which follow each other."""
+    if collective.kind == "collective-permute" or collective.axes is None:
+        return collective
+    group = tuple(slice(None) if axis in collective.axes else 0 for axis in mesh.axis_names)
+    hosts = {device.id // per_host for device in np.ravel(mesh.devices[group])}
+    return attrs.evolve(collective, host_count=len(hosts))
+
+
+def _over_pairs(collective: Collective, pair_bytes: float, hardware: sr.Hardware) -> Collective:
+    """A collective inside a host whose GPUs are linked in pairs: it sends as many more bytes as it takes longer."""
+    others = collective.group_size - 1
+    if collective.host_count > 1 or not others or not collective.wire_bytes:
+        return collective
+    links = min(hardware.link_bytes_per_second, others * pair_bytes)
+    # Tables are of GPUs behind a switch.
+    linked = attrs.evolve(hardware, link_bytes_per_second=links, collective_times=())
+    switched, paired = (
+        collective_cost(collective.kind, collective.wire_bytes, Group(collective.group_size), sheet).seconds
+        for sheet in (hardware, linked)
+    )
+    return attrs.evolve(collective, wire_bytes=round(collective.wire_bytes * max(1.0, paired / switched)))
 
 
 def _slug(name: str) -> str:

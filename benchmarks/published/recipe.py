@@ -47,8 +47,9 @@ POLICIES: dict[str, Any] = {
 }
 """What the backward pass keeps, by MaxText's names. `none` recomputes nothing, `full` all of a layer but its input."""
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
-"""Of FSDP: the first gathers weights again for the backward pass, the second keeps them."""
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "fully_shard")
+"""Of FSDP: the first gathers weights again for the backward pass, the second keeps them. `fully_shard`, its successor,
+gathers them again; of several batches it adds up gradients of whole weights, and reduces them once."""
 
 
 @final
@@ -61,6 +62,33 @@ class Recipe:
 
     eager: bool = False
     """Each operation is a kernel of its own, as PyTorch runs them: XLA may fuse nothing."""
+
+    compiled: bool = False
+    """What is eager is so outside of layers only: torch.compile fuses what is in them."""
+
+    weight_dtype: str = "float32"
+    """The dtype of weights and of Adam's states."""
+
+    fused_adam: bool = False
+    """Where operations are run one by one, Adam is one kernel."""
+
+    loss_dtype: str = ""
+    """The dtype in which PyTorch's kernels compute the cross entropy; by default XLA does so, in float32."""
+
+    logged_losses: int = 0
+    """How often PyTorch's kernels compute the cross entropy besides, in float32, only for a log."""
+
+    sequence_parallel: bool = False
+    """`tensor` splits the sequence between matmuls, by PyTorch's collectives, which nothing runs beside."""
+
+    repeat_heads: bool = False
+    """Keys and values are repeated for all heads in front of attention."""
+
+    lora_rank: int = 0
+    """The rank of the adapters of all matmuls of layers; other weights are not trained."""
+
+    lora_dropout: bool = False
+    """Elements of what adapters add are dropped."""
 
     fsdp: str = ""
     """The strategy of PyTorch's FSDP (`STRATEGIES`), which splits weights instead of XLA."""
@@ -103,3 +131,26 @@ class Recipe:
     blocks: Blocks = (512, 512, 512, 512)
     flags: str = ""
     """Compiler flags, as `shardrules.Target` takes them."""
+
+    network_bytes_per_second: float = 0.0
+    """A device's share of its host's network, where it is not what the sheet of its chip says."""
+
+    devices_per_host: int = 0
+    """The GPUs of a host, where they are not as many as `shardrules.Target` assumes."""
+
+    pair_bytes_per_second: float = 0.0
+    """What two GPUs of a host send each other over links of their own, in each direction, where there is no switch."""
+
+    machine: str = ""
+    """The source of these three."""
+
+    float32_logits: bool = False
+    """The head multiplies in float32."""
+
+    @property
+    def problems(self) -> list[str]:
+        """Why no program runs so."""
+        differs = self.network_bytes_per_second or self.devices_per_host or self.pair_bytes_per_second
+        if bool(self.machine) != bool(differs):
+            return ["a network, hosts and links of pairs need `machine`, their source, and it needs one of them"]
+        return []

@@ -16,7 +16,10 @@ A row is a table `[[rows]]`:
     `order`, which says nothing of seconds, the batch may be "guessed".
 - `first`: what was predicted before `seconds` were in the file. It stays when the model changes.
 - `gigabytes`: the peak that the source prints, in 10^9 bytes.
-- `recipe`: the name of a table `[recipes.NAME]` (`Recipe`); by default that of the target's chip or platform.
+- `recipe`: the name of a table `[recipes.NAME]` (`Recipe`); by default that of the target's chip or platform. A recipe
+    that is `like` another says only what differs.
+- `layers_compiled`: two numbers of layers that are compiled instead of all; each other layer takes as much time. For
+    models whose layers are written out and take minutes. Their peak stays unknown.
 - `order`: the set of rows whose order is tested. Their seconds count only among each other.
 """
 
@@ -24,7 +27,7 @@ import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import attrs
 import jax
@@ -33,6 +36,9 @@ from published.attention import RATES
 from published.decoder import Dims, weight_shapes
 from published.experts import ExpertDims
 from published.recipe import POLICIES, STRATEGIES, Recipe
+
+if TYPE_CHECKING:
+    import shardrules as sr
 
 FILE = Path(__file__).with_name("rows.toml")
 AXES = ("data", "fsdp", "tensor")
@@ -67,6 +73,7 @@ class Row:
     formula: str = ""
     first: float | None = None
     gigabytes: float | None = None
+    layers_compiled: tuple[int, ...] = ()
     order: str = ""
 
     @property
@@ -91,6 +98,14 @@ class Row:
         return f"{self.target} {' '.join(self.recipe.flags.split())}".strip()
 
     @property
+    def hardware(self) -> "sr.Hardware":
+        """The sheet of the chip, with the network that the recipe says."""
+        import shardrules as sr
+
+        sheet, network = sr.Target.parse(self.target).hardware, self.recipe.network_bytes_per_second
+        return attrs.evolve(sheet, network_bytes_per_second=network) if network else sheet
+
+    @property
     def layout(self) -> str:
         """The axes that split anything."""
         return " x ".join(f"{axis} {size}" for axis, size in self.mesh.items() if size > 1) or "one device"
@@ -113,7 +128,10 @@ class Row:
         problems += [
             f"{name} must be positive, got {getattr(self, name)}" for name in names if not getattr(self, name) > 0
         ]
-        problems += self._evidence_problems
+        problems += [*self._evidence_problems, *self.recipe.problems]
+        depths = self.layers_compiled
+        if depths and not (len(depths) == 2 and 0 < depths[0] < depths[1] < self.dims.layers):
+            problems.append(f"layers_compiled must be two growing numbers below {self.dims.layers}, got {list(depths)}")
         if self.recipe.attention and self.recipe.attention not in RATES:
             problems.append(f"unknown attention {self.recipe.attention!r}; known are {', '.join(RATES)}")
         problems += [*self._fsdp_problems, *self._expert_problems]
@@ -174,18 +192,24 @@ class Row:
 
     @property
     def _fsdp_problems(self) -> list[str]:
-        recipe, size = self.recipe, self.mesh["fsdp"]
+        recipe, size = self.recipe, self.mesh["fsdp"] * self.mesh["tensor"]
+        if recipe.sequence_parallel and recipe.fsdp != "fully_shard":
+            return ["sequence_parallel is for fully_shard"]
         if not recipe.fsdp:
             return []
         if recipe.fsdp not in STRATEGIES:
             return [f"unknown strategy {recipe.fsdp!r} of FSDP; known are {', '.join(STRATEGIES)}"]
-        if self.mesh["tensor"] > 1:
-            return [f"PyTorch's FSDP splits nothing over tensor, got mesh {dict(self.mesh)}"]
+        if self.mesh["tensor"] > 1 and not recipe.sequence_parallel:
+            return [f"PyTorch's FSDP splits nothing over tensor without sequence_parallel, got mesh {dict(self.mesh)}"]
+        if recipe.sequence_parallel and self.length % self.mesh["tensor"]:
+            return [f"length {self.length} is not divisible by tensor {self.mesh['tensor']}"]
         if recipe.gather_once:
             return ["PyTorch's FSDP gathers no activations: gather_once says nothing"]
+        if recipe.fsdp == "fully_shard" and recipe.scan:
+            return ["fully_shard gathers layers one by one: scan must be false"]
         weights = jax.tree.leaves(weight_shapes(self.dims, recipe, self.length))
         uneven = sorted({weight.shape[-1] for weight in weights if weight.shape[-1] % size})
-        return [f"weights of {', '.join(map(str, uneven))} elements do not split over fsdp {size}"] if uneven else []
+        return [f"weights of {', '.join(map(str, uneven))} elements do not split over {size} devices"] if uneven else []
 
 
 def read_rows(paths: Iterable[Path] = ()) -> tuple[Row, ...]:
@@ -245,9 +269,21 @@ def _row(entry: dict[str, Any], models: Mapping[str, Any], recipes: Mapping[str,
     if name is None:
         raise RowError(f"no recipe {' or '.join(map(repr, names))}; known are {', '.join(recipes)}")
     fields: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in recipes[name].items()
+        key: tuple(value) if isinstance(value, list) else value for key, value in _merged(recipes, name).items()
     }
     dims = dict(models[str(model)])
     if "experts" in dims:
         dims["experts"] = ExpertDims(**dims["experts"])
+    entry["layers_compiled"] = tuple(entry.get("layers_compiled", ()))
     return Row(**{**entry, "dims": Dims(**dims), "mesh": mesh, "recipe": Recipe(**fields)})
+
+
+def _merged(recipes: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A recipe with all that it has from the one that it is like."""
+    fields = dict(recipes[name])
+    like = fields.pop("like", None)
+    if like is None:
+        return fields
+    if like not in recipes:
+        raise RowError(f"recipe {name!r} is like {like!r}; known are {', '.join(recipes)}")
+    return _merged(recipes, like) | fields

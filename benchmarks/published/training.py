@@ -50,7 +50,10 @@ def training_case(row: Row) -> TrainingCase:
 
 def scanned_row(row: Row) -> Row:
     """Returns a row whose layers are scanned, and whose weights XLA splits."""
-    return attrs.evolve(row, recipe=attrs.evolve(row.recipe, fsdp="", eager=False, scan=True))
+    as_jax = type(row.recipe)()
+    names = ("fsdp", "eager", "compiled", "sequence_parallel", "loss_dtype", "logged_losses", "lora_rank", "scan")
+    recipe = attrs.evolve(row.recipe, **{name: getattr(as_jax, name) for name in names})
+    return attrs.evolve(row, recipe=recipe)
 
 
 def expert_audit(case: TrainingCase) -> AuditReport:

@@ -5,6 +5,7 @@ import json
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -13,7 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import shardrules as sr
 from benchmarks.tests.smoke import BENCHMARKS, run
+from shardrules.programs.compiled.collectives import find_collectives
+from shardrules.programs.compiled.program import read_program
+from shardrules.programs.costs.step_time import StepTime
 
 ROW = """
 [[rows]]
@@ -25,12 +30,24 @@ batch = 1
 length = 2048
 remat = "{remat}"
 """
+PROGRAM = """
+HloModule gather, is_scheduled=true, num_partitions=8
+
+ENTRY %main (x: f32[8]) -> (f32[32], f32[8]) {
+  %x = f32[8]{0} parameter(0)
+  %start = (f32[8], f32[32]) all-gather-start(%x), channel_id=1, replica_groups=[2,4]<=[8], use_global_device_ids=true
+  %y = f32[8]{0} negate(%x)
+  %done = f32[32]{0} all-gather-done(%start)
+  ROOT %result = (f32[32]{0}, f32[8]{0}) tuple(%done, %y)
+}
+"""
 EVIDENCE = """seconds = 1.0
 source = "me"
 commit = "abc1234"
 tokens = 524288
 known = "printed"
 """
+H200 = sr.Hardware.named("cuda:h200")
 FIGURE = {"order": "", "chip": "tpu:v5e", "seconds": 60.0, "compiled": True, "kind": "dense"}
 
 
@@ -38,8 +55,10 @@ def test_smoke_run_rebuilds_toys_and_keeps_their_programs(tmp_path: Path) -> Non
     done = run("published_steps.py", "--smoke", "--json", "--texts", str(tmp_path))
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
-    assert [row["name"] for row in figures["rows"]] == ["toy", "toy, eager", "toy, experts"]
-    assert all(row["predicted"] > 0 and row["communication"] > 0 for row in figures["rows"])
+    names = ["toy", "toy, eager", "toy, experts", "toy, compiled", "toy, adapters"]
+    assert [row["name"] for row in figures["rows"]] == names
+    assert all(row["predicted"] > 0 for row in figures["rows"])
+    assert all(row["communication"] > 0 for row in figures["rows"] if row["devices"] > 1)
     assert all(row["memory"] > 0 and row["ratio"] is None for row in figures["rows"])
     assert (figures["summary"]["as modelled today"], figures["missed"]) == ({"rows": 0}, [])
     assert all(file.read_text().startswith("HloModule") for file in tmp_path.glob("*.txt"))
@@ -55,6 +74,12 @@ def test_smoke_run_rebuilds_toys_and_keeps_their_programs(tmp_path: Path) -> Non
     assert {"checkpoint" in name for name in gathers} == {False, True}
     reduced = re.findall(r"= (.*?) reduce-scatter(?:-start)?\(", text)
     assert [dtype[:3] for dtype in reduced] == ["f32", "f32"]  # of the layer, and of the weights outside of it
+    # `fully_shard` reduces gradients once for three batches: vectors of two layers and of the weights outside of them.
+    # In each batch a layer scatters sequences behind two matmuls, one of them again when it is recomputed, and the
+    # gradients of five; the head has one.
+    text = (tmp_path / "toy__compiled.txt").read_text()
+    reduced = re.findall(r"= (.*?) reduce-scatter(?:-start)?\(", text)
+    assert len(reduced) == 3 + 3 * (2 * 8 + 1)
 
 
 def test_rows_that_cannot_be_rebuilt_are_all_listed(tmp_path: Path) -> None:
@@ -85,7 +110,7 @@ def test_rows_that_cannot_be_rebuilt_are_all_listed(tmp_path: Path) -> None:
         "mine 4: no recipe 'tpu:v9' or 'tpu'",
         "mine 5: heads 64 is not divisible by 96",
         "mine 6: unknown attention 'slow'; known are flash2, flash1-triton",
-        "mine 6: PyTorch's FSDP splits nothing over tensor",
+        "mine 6: PyTorch's FSDP splits nothing over tensor without sequence_parallel",
         "mine 7: PyTorch's FSDP gathers no activations",
     ):
         assert text in done.stderr
@@ -183,10 +208,152 @@ def test_eager_kernels_have_the_gradients_of_what_they_compute(monkeypatch: pyte
     np.testing.assert_allclose(of_shards["b"][0], jnp.ones((4, 2)))
 
 
+def test_sequence_parallel_steps_have_the_gradients_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    rows, decoders = (importlib.import_module(f"published.{name}") for name in ("rows", "decoder"))
+    (toy,) = (row for row in rows.read_rows([BENCHMARKS / "published" / "smoke.toml"]) if row.name == "toy, compiled")
+    split = attrs.evolve(toy.recipe, weight_dtype="float32")
+    plain = {"fsdp": "", "sequence_parallel": False, "eager": False, "compiled": False, "constraints": False}
+    whole_recipe = attrs.evolve(split, **plain, loss_dtype="", accumulations=1)
+    shapes = decoders.weight_shapes(toy.dims, whole_recipe, 32)
+    leaves, structure = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    weights = [0.05 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    whole, where = jax.tree.unflatten(structure, weights), decoders.weight_specs(toy.dims, split, 32)
+
+    def shards(weight: Any, spec: Any, split_spec: Any) -> Any:
+        """The vectors of two times two devices, by `fsdp` and `tensor`."""
+        parts = jnp.split(weight, 2, tuple(spec).index("tensor")) if "tensor" in (split_spec[0] or ()) else [weight] * 2
+        return jnp.stack([part.reshape(2, -1) for part in parts], 1)
+
+    def of_devices(tree: Any) -> Any:
+        return jax.tree.map(shards, tree, decoders.weight_specs(toy.dims, whole_recipe, 32), where)
+
+    batches = jax.random.randint(jax.random.key(1), (2, 3, 4, 32), 0, 256)
+    run = jax.vmap(decoders.Decoder(toy.dims, split, "cpu", "full")._reduced_once, (0, None, None), axis_name="tensor")
+    run = jax.vmap(jax.vmap(run, (0, 1, 1), axis_name="fsdp"), (None, 1, 1), axis_name="data")
+    ours = jax.jit(run)(of_devices(whole), *batches.reshape(2, 3, 2, 2, 1, 32))
+    model = jax.jit(jax.value_and_grad(decoders.Decoder(toy.dims, whole_recipe, "cpu", "full").loss))
+    theirs = [model(whole, *batch) for batch in zip(*batches, strict=True)]
+    loss, gradients = jax.tree.map(lambda *parts: sum(parts), *theirs)
+    np.testing.assert_allclose(ours[0].mean(), loss, rtol=1e-3)
+    for one, other in zip(jax.tree.leaves(ours[1]), jax.tree.leaves(of_devices(gradients)), strict=True):
+        np.testing.assert_allclose(one[1], other, atol=0.05 * float(jnp.abs(other).max()))
+
+
+def test_adapters_alone_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    rows, decoders, adapters = (
+        importlib.import_module(f"published.{name}") for name in ("rows", "decoder", "adapters")
+    )
+    (toy,) = (row for row in rows.read_rows([BENCHMARKS / "published" / "smoke.toml"]) if row.name == "toy, adapters")
+    shapes = decoders.weight_shapes(toy.dims, toy.recipe, 32)
+    weights = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, leaf.dtype), shapes)
+    trained, frozen = adapters.parted(weights)
+    assert jax.tree.structure(adapters.merged(trained, frozen)) == jax.tree.structure(weights)
+    assert {leaf.shape for leaf in jax.tree.leaves(trained)} >= {(64, 4), (4, 8, 16), (4, 16, 4), (4, 2, 128)}
+    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), decoders.state_shapes(trained))
+    tokens = jnp.zeros((2, 1, 32), jnp.int32)
+    step = jax.jit(decoders.Decoder(toy.dims, toy.recipe, "cpu", "none").step)
+    new, _, _ = step(weights, state, tokens, tokens)
+    assert all(map(np.array_equal, jax.tree.leaves(adapters.parted(new)[1]), jax.tree.leaves(frozen)))
+    x, weight = jnp.sin(jnp.arange(24.0)).reshape(1, 3, 8), {"up": jnp.ones((8, 4))}
+    weight |= {"up_lora_a": jnp.full((8, 2), 0.5), "up_lora_b": jnp.full((2, 4), 0.25)}
+    result = adapters.adapted("bse,em->bsm", x, weight, "up", drops=False)
+    np.testing.assert_allclose(result, x @ (weight["up"] + weight["up_lora_a"] @ weight["up_lora_b"]), rtol=1e-6)
+
+
+def test_machines_differ_from_their_sheets_with_a_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    rows = importlib.import_module("published.rows")
+    row = ROW.format(target="cuda:h100:16", model="Llama2-7B", mesh="data:2,fsdp:8", remat="full")
+    recipes = """recipe = "slower"
+[recipes.slow]
+network_bytes_per_second = 1e9
+machine = "me"
+[recipes.slower]
+like = "slow"
+devices_per_host = 4
+"""
+    (tmp_path / "rows.toml").write_text(row + recipes)
+    (slow,) = rows.read_rows([tmp_path / "rows.toml"])
+    assert slow.hardware.network_bytes_per_second == 1e9
+    assert attrs.evolve(slow, recipe=rows.Recipe()).hardware.network_bytes_per_second == 50e9
+    for text, problem in [
+        (
+            (row + recipes).replace('machine = "me"', 'machine = ""'),
+            "a network, hosts and links of pairs need `machine`",
+        ),
+        ((row + recipes).replace('like = "slow"', 'like = "fast"'), "recipe 'slower' is like 'fast'; known are"),
+    ]:
+        (tmp_path / "rows.toml").write_text(text)
+        with pytest.raises(rows.RowError, match=problem):
+            rows.read_rows([tmp_path / "rows.toml"])
+
+
+def test_programs_wait_where_pytorch_does_and_run_on_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    rebuild = importlib.import_module("published.rebuild")
+    program = read_program(PROGRAM)
+    (gather,) = find_collectives(program, sr.mesh_shape("data:2,tensor:4"))
+    waiting = rebuild._waiting(program, [gather])
+    orders = [[each.name for each in one.entry_computation.instructions] for one in (program, waiting)]
+    assert orders == [["x", "start", "y", "done", "result"], ["x", "start", "done", "y", "result"]]
+    devices = np.array([SimpleNamespace(id=index) for index in range(8)]).reshape(2, 4)
+    mesh = SimpleNamespace(axis_names=("data", "tensor"), devices=devices)
+    counts = [rebuild._on_hosts(gather, per_host, mesh).host_count for per_host in (4, 2)]
+    assert (gather.axes, counts) == (("tensor",), [1, 2])
+    # Two GPUs with a third of the links take three times as long where a table does not say that a switch is slower.
+    sheet, large = attrs.evolve(H200, collective_times=()), attrs.evolve(gather, group_size=2, wire_bytes=2**30)
+    assert 2.9 < rebuild._over_pairs(large, 150e9, sheet).wire_bytes / 2**30 < 3
+    assert 1 < rebuild._over_pairs(large, 150e9, H200).wire_bytes / 2**30 < 2.9
+    assert rebuild._over_pairs(attrs.evolve(large, group_size=4), 150e9, sheet).wire_bytes == 2**30
+
+
+def test_time_grows_by_as_much_for_each_layer_that_is_not_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    rows, rebuild = (importlib.import_module(f"published.{name}") for name in ("rows", "rebuild"))
+    row = ROW.format(target="cuda:h100:8", model="MPT-7B", mesh="fsdp:8", remat="none")
+    row += 'recipe = "llm-foundry"\nlayers_compiled = [4, 8]\n'
+    (tmp_path / "rows.toml").write_text(row)
+    (mine,) = rows.read_rows([tmp_path / "rows.toml"])
+    asked = []
+
+    def shallow(row: Any, texts: None) -> Any:
+        asked.append(row.name)
+        return rebuild.Result(row, StepTime(0.1 + row.dims.layers, 2.0 * row.dims.layers, 0, 0.5), 3.0, True, 7)
+
+    monkeypatch.setattr(rebuild, "_rebuild", shallow)
+    result = rebuild.rebuild(mine)
+    assert asked == ["mine, 4 layers", "mine, 8 layers"]
+    np.testing.assert_allclose(attrs.astuple(result.time), (32.1, 64.0, 0, 0.5, 0))
+    assert (result.compile_seconds, result.is_compiled, result.peak_bytes) == (6.0, True, 0)
+    (tmp_path / "rows.toml").write_text(row.replace("[4, 8]", "[8, 32]"))
+    with pytest.raises(rows.RowError, match="layers_compiled must be two growing numbers below 32, got"):
+        rows.read_rows([tmp_path / "rows.toml"])
+
+
+def test_kernels_of_pytorch_compute_what_they_are_named_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    eager, decoders = (importlib.import_module(f"published.{name}") for name in ("eager", "decoder"))
+    x = jnp.sin(jnp.arange(96.0)).reshape(2, 3, 2, 8)
+    np.testing.assert_allclose(eager.rotary(x), decoders._rotary(x), atol=1e-5)
+    logits, targets = x.reshape(4, 24), jnp.array([0, 5, 23, 7])
+    losses = jax.value_and_grad(lambda logits: jnp.sum(eager.cross_entropy(logits, targets)))(logits)
+    direct = jax.value_and_grad(lambda logits: -jnp.sum(jax.nn.log_softmax(logits)[jnp.arange(4), targets]))(logits)
+    for one, other in zip(losses, direct, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    kept = eager.dropout(jnp.ones((8, 1024)))
+    assert set(np.unique(kept)) == {0.0, 1.125}
+    assert 0.11 < float((kept == 0).mean()) < 0.14
+
+
 def test_published_rows_are_read() -> None:
     done = run("published_steps.py", "--row", "99")
     assert done.returncode == 2
-    assert "no row 99; the rows are 13; 40; 44; 45; 49, 512 GPUs" in done.stderr
+    assert "no row 99; the rows are 13; 40; 42, 16 GPUs; 42, 32 GPUs" in done.stderr
 
 
 @pytest.mark.parametrize(
