@@ -29,13 +29,15 @@ class StageTraffic:
     """The bytes of a step that have to go between hosts at least, and the network for them."""
 
     layer_bytes: int
-    """The layers that are trained."""
+    """The parts of layers that are trained."""
     other_bytes: int
     """All else that is trained."""
     carried_bytes: int
     """The arrays that a layer hands on to the next, for all examples."""
     layer_count: int
     cluster: Cluster
+    trained_part: float = 1.0
+    """The part of the layers' bytes that is trained."""
 
     @classmethod
     def of(cls, layers: LayerLoop, microbatches: int, trained: Sequence[Any], cluster: Cluster) -> Self:
@@ -43,15 +45,20 @@ class StageTraffic:
         loop, operands = scan_of(layers.equation), layers.equation.invars
         read = [var for var in operands if not isinstance(var, Literal)]
         carried = _floats(var for var in operands[loop.carry] if var in read and var in layers.by_microbatch)
-        pieces = _floats(var for var in operands[loop.pieces] if var in read)
+        pieces = [var for var in operands[loop.pieces] if var in read and is_float(var)]
+        sources = layers.sources(len(trained))
+        trained_pieces = [var for var in pieces if sources.get(var)]
         # Parameters with more bits are converted first, and then gathered, and so are their gradients.
         bodies = programs_in(layers.equation)
         inside = _floats(var for body in bodies for inner in equations(body) for var in inner.outvars)
         width = min((aval.dtype.itemsize for aval in (*carried, *inside)), default=1)
-        trained_bytes = _bytes(trained, width)
-        layer_bytes = min(trained_bytes, _bytes(pieces, width))
+        indices = dict.fromkeys(index for var in trained_pieces for index in sources[var])
+        trained_bytes, piece_bytes = _bytes(trained, width), _bytes(_floats(trained_pieces), width)
+        # Gradients of what weights are computed from, such as factors of low rank, may be added up instead.
+        layer_bytes = min(piece_bytes, _bytes([trained[index] for index in indices], width))
         carried_bytes = microbatches * _bytes(carried, width)
-        return cls(layer_bytes, trained_bytes - layer_bytes, carried_bytes, layers.layer_count, cluster)
+        part = piece_bytes / max(1, _bytes(_floats(pieces), width))
+        return cls(layer_bytes, trained_bytes - layer_bytes, carried_bytes, layers.layer_count, cluster, part)
 
     def least_seconds(self, computing: float, hidden: float, stages: int = 1, rounds: float = 1.0) -> float:
         """The least time of a step, if computing takes so long where no two hosts compute the same.

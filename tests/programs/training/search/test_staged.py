@@ -279,6 +279,31 @@ def test_traffic_is_read_of_layers_that_carry_a_sum_and_compute_in_fewer_bits() 
     assert penalized.layer_count == LAYERS
 
 
+def with_low_rank(model: Any, batch: Any) -> Any:
+    """Layers whose weights are frozen, but for what factors of low rank add to them."""
+    inner, frozen, factors = model
+    weights = frozen + factors @ factors.swapaxes(1, 2)
+    return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), batch[0] @ inner, weights)[0] ** 2)
+
+
+def with_adapters(model: Any, batch: Any) -> Any:
+    """The same, where factors are applied by themselves."""
+    inner, frozen, factors = model
+
+    def body(x: Any, weights: Any) -> Any:
+        return layer(x, weights[0]) + x @ weights[1] @ weights[1].T, None
+
+    return jnp.mean(jax.lax.scan(body, batch[0] @ inner, (frozen, factors))[0] ** 2)
+
+
+@pytest.mark.parametrize("fn", [with_low_rank, with_adapters])
+def test_traffic_leaves_frozen_arrays_out(fn: Any) -> None:
+    model = MODEL["in"], MODEL["layers"], numbers(LAYERS, WIDTH, 2)
+    problem = problem_of(fn, model, BATCH, Cluster.of("cuda:h100:8"), trainable=(True, False, True))
+    assert problem.traffic.layer_bytes == model[2].nbytes
+    assert problem.traffic.other_bytes == model[0].nbytes
+
+
 def test_waiting_is_counted() -> None:
     staging = Staging((4, 8), 12, 6)
     assert (staging.stages, staging.rounds) == (4, 15)
