@@ -68,9 +68,9 @@ class Staging:
     def rounds(self) -> int:
         return tick_count(self.stages, self.microbatches, self.chunks)
 
-    def least_compute_seconds(self, compute_seconds: float, layers: int) -> float:
-        """The least time of computing, if that takes so long where no device waits."""
-        return compute_seconds * self.rounds / (self.chunks * self.microbatches) * self.places / layers
+    def waiting(self, layers: int) -> float:
+        """The time that stages wait, as a part of what layers take where no device waits."""
+        return self.rounds / (self.chunks * self.microbatches) * self.places / layers - 1
 
     def __str__(self) -> str:
         chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
@@ -210,7 +210,7 @@ class StageSearch:
             if places <= layers * (1 + _MOST_PADDING):
                 with_chunks = attrs.evolve(staging, places=places, chunks=chunks)
                 planned = self.plans[staging]
-                computing = planned.compute_seconds / staging.least_compute_seconds(1.0, layers)
+                computing = planned.compute_seconds - staging.waiting(layers) * self.problem.layer_seconds
                 more = self.least_seconds(with_chunks, computing) - self.least_seconds(staging, computing)
                 chunked.append((with_chunks, planned.seconds + more))
         return chunked
@@ -272,7 +272,9 @@ class StageSearch:
         """The least time of a set-up: what computing takes, and waiting, and traffic between hosts."""
         rounds = staging.rounds / staging.microbatches
         computing = self.compute_seconds if computing is None else computing
-        compute = staging.least_compute_seconds(computing, self.problem.layer_count)
+        layer_seconds = min(computing, self.problem.layer_seconds)
+        # What comes before and after the layers, and the optimizer, waits for nobody.
+        compute = computing + staging.waiting(self.problem.layer_count) * layer_seconds
         return self.problem.traffic.least_seconds(compute, self.hidden, staging.stages, rounds)
 
     @property

@@ -18,10 +18,6 @@ from shardrules.programs.jaxprs.walk import equations, programs_in
 from shardrules.programs.training.cluster import Cluster
 from shardrules.programs.training.stages.layers import LayerLoop
 
-_MESSAGES = 6
-"""The messages of a tick to the next stage: what a stage has computed and what waits, and twice the gradient of each,
-as plans are priced."""
-
 
 @final
 @attrs.frozen
@@ -91,9 +87,11 @@ class StageTraffic:
         """The least time in which stages send microbatches to each other."""
         if self.hosts == 1:
             return 0.0
-        # The last stage sends nothing.
-        sent_bytes = _MESSAGES * rounds * self.carried_bytes * (stages - 1) / self.cluster.count
-        return sent_bytes / self._bytes_per_second
+        # What a stage has computed and what waits goes one stage on once, the gradient of each twice, as plans are
+        # priced. Instead of the latter, stages may exchange their arrays and back, of which a part stays in hosts.
+        moved, exchanged = 1 - 1 / stages, 1 - 1 / min(stages, self.hosts)
+        messages = 2 * moved + 2 * 2 * min(moved, exchanged)
+        return messages * rounds * self.carried_bytes * stages / self.cluster.count / self._bytes_per_second
 
     def _all_reduce_seconds(self, nbytes: float, hosts: int) -> float:
         return 2 * (hosts - 1) / hosts * nbytes / self.cluster.granule / self._bytes_per_second

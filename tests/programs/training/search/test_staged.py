@@ -254,6 +254,9 @@ def test_traffic_between_hosts_is_counted() -> None:
     assert traffic.reducing_seconds(2, 2) == 2 * 1 / 2 * 400 / 8 + 2 * 3 / 4 * 80 / 8
     assert traffic.sending_seconds(4, 1.5) == 6 * 1.5 * 400 * 3 / 32
     assert traffic.least_seconds(1000.0, 0.5) == 1000 + 0.5 * traffic.reducing_seconds(4)
+    # Of two stages on each of two hosts, gradients may be exchanged twice, half of them inside of hosts.
+    pair = attrs.evolve(traffic, cluster=Cluster.of("cuda:h100:16", hardware))
+    assert pair.sending_seconds(4, 1.5) == (2 * 3 / 4 + 4 * 1 / 2) * 1.5 * 400 * 4 / 16
     # Four hosts that compute the same send nothing.
     assert traffic.least_seconds(0.1, 0.5) == pytest.approx(0.4)
     host = attrs.evolve(traffic, cluster=Cluster.of("cuda:h100:8", hardware))
@@ -304,13 +307,36 @@ def test_traffic_leaves_frozen_arrays_out(fn: Any) -> None:
     assert problem.traffic.other_bytes == model[0].nbytes
 
 
+def test_only_layers_wait() -> None:
+    """What is computed after the layers, here half of the work, waits for nobody."""
+    width, tokens, struct = 2048, 16384, jax.ShapeDtypeStruct
+    shapes = {"layers": (4, width, width), "head": (width, 2 * width), "out": (2 * width, width)}
+    model = {name: struct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+
+    def headed(model: Any, x: Any) -> Any:
+        x = jax.lax.scan(lambda x, w: (layer(x, w), None), x, model["layers"])[0]
+        return jnp.mean((jnp.tanh(x @ model["head"]) @ model["out"]).astype(jnp.float32) ** 2)
+
+    batch = struct((tokens, width), jnp.bfloat16)
+    problem = problem_of(headed, model, batch, Cluster.of("cuda:h100:8"), optimizer=optax.sgd(1e-2))
+    search = TrainingSearch(problem, 4, None, NO_DEADLINE, lambda text: None)
+    search.plan_free((8,), search.first_recipe)
+    staged = StageSearch(search)
+    staging = next(each for each in staged.ordered() if each.stages == 4)
+    staged.plan(staging)
+    assert staging.waiting(4) == 3 / 4
+    least, planned = staged.least_seconds(staging), staged.plans[staging]
+    assert 1.1 * staged.compute_seconds < least <= planned.compute_seconds < planned.seconds
+    assert planned.compute_seconds < 1.5 * staged.compute_seconds
+
+
 def test_waiting_is_counted() -> None:
     staging = Staging((4, 8), 12, 6)
     assert (staging.stages, staging.rounds) == (4, 15)
-    assert staging.least_compute_seconds(1.0, 5) == 15 / 12 * 6 / 5
+    assert staging.waiting(5) == 15 / 12 * 6 / 5 - 1
     chunked = Staging((4, 8), 12, 8, chunks=2)
     assert chunked.rounds == 27
-    assert chunked.least_compute_seconds(1.0, 5) == 27 / 24 * 8 / 5
+    assert chunked.waiting(5) == 27 / 24 * 8 / 5 - 1
 
 
 def test_many_and_few_microbatches_take_turns() -> None:
@@ -325,7 +351,7 @@ def test_many_and_few_microbatches_take_turns() -> None:
     assert counts[:4] == [32, 8, 32, 8]
     assert len({*ordered}) == len(ordered)
     for count in {*counts}:
-        least = [each.least_compute_seconds(1.0, 8) for each in ordered if each.microbatches == count * each.stages]
+        least = [each.waiting(8) for each in ordered if each.microbatches == count * each.stages]
         assert least == sorted(least)
 
 
