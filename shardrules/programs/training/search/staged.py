@@ -140,10 +140,10 @@ class StageSearch:
     def plan_promising(self, stagings: Sequence[Staging]) -> None:
         """Plans set-ups that may be better than the best plan, as long as there is time."""
         for staging in stagings:
-            if self.search.is_out_of_time:
-                return
             best = self.search.best
-            if staging not in self.plans and (best is None or self.least_seconds(staging) < best.seconds):
+            may_be_better = best is None or self.least_seconds(staging) < best.seconds
+            # Without time, a search is late only where something is left to plan.
+            if staging not in self.plans and may_be_better and not self.search.is_out_of_time:
                 self.plan(staging)
 
     def planned(self) -> str:
@@ -160,13 +160,10 @@ class StageSearch:
         most_count = search.count + more
         least = self.least_seconds(stagings[0])
         for staging in stagings:
-            if search.count >= most_count or search.is_out_of_time:
-                break
-            self.plan_promising([staging])
+            if search.count < most_count:
+                self.plan_promising([staging])
         for staging, seconds in self.chunked():
-            if search.count >= most_count + more or search.is_out_of_time:
-                break
-            if search.best is None or seconds < search.best.seconds:
+            if search.count < most_count + more and (search.best is None or seconds < search.best.seconds):
                 self.plan_promising([staging])
         if search.best is not None and search.best.recipe.stages > 1:
             return ""

@@ -12,7 +12,7 @@ import pytest
 
 import shardrules as sr
 from shardrules.core.errors import ConfigError, PlanError
-from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE
+from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.training.cluster import Cluster
 from shardrules.programs.training.search.search import TrainingSearch
 from shardrules.programs.training.search.staged import StageSearch, Staging
@@ -241,6 +241,17 @@ def test_hosts_may_compute_the_same(tokens: int) -> None:
     free, without = slow_search(None, 1e9, tokens), slow_search(1, 1e9, tokens)
     assert free.repeats
     assert seconds_of(free) <= seconds_of(without) * 1.001
+
+
+def test_a_search_that_has_nothing_left_to_plan_is_not_late() -> None:
+    problem = problem_of(loss, MODEL, BATCH, Cluster.of("cuda:h100:8"))
+    search = TrainingSearch(problem, None, None, Deadline.after(1000), lambda text: None)
+    search.begin()
+    search.longest_seconds = 2000
+    assert not search.has_time
+    StageSearch(search).run()
+    assert not search.is_late
+    assert "a step would take" in search.why_no_stages
 
 
 def test_traffic_between_hosts_is_counted() -> None:
