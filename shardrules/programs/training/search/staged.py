@@ -118,24 +118,28 @@ class StageSearch:
 
     def planned_early(self) -> str:
         search = self.search
-        if self.refusal() or not self.outcomes or self.repeats:
+        if self.refusal() or not self.outcomes:
             return ""
         traffic, hidden = self.problem.traffic, self.hidden
         search.least_seconds = traffic.least_seconds(_LEAST_COMPUTING * self.compute_seconds, hidden)
         least = traffic.least_seconds(self.compute_seconds, hidden)
         promising = [staging for staging in self.ordered() if self.least_seconds(staging) < least]
-        first = {staging.stages: staging for staging in reversed(promising)}
-        for staging in sorted(first.values(), key=self.least_seconds):
-            self.plan_promising([staging])
-        if not self.plans:
-            return ""
-        fastest = min(self.plans, key=lambda staging: self.plans[staging].seconds)
-        if self.plans[fastest].seconds < _NEAR * min(outcome.seconds for outcome in self.outcomes):
-            self.plan_promising([staging for staging in promising if staging.stages == fastest.stages])
+        if self.plan_firsts(promising, _NEAR * min(outcome.seconds for outcome in self.outcomes)):
             self.plan_promising(
                 [staging for staging, seconds in self.chunked() if search.best is None or seconds < search.best.seconds]
             )
         return ""
+
+    def plan_firsts(self, stagings: Sequence[Staging], most_seconds: float) -> bool:
+        """Plans the first set-up of each number of stages, and all of the best number if that takes less than
+        `most_seconds`; returns whether it does."""
+        firsts = {staging.stages: staging for staging in reversed(stagings)}
+        self.plan_promising(sorted(firsts.values(), key=self.least_seconds))
+        fastest = min(self.plans, key=lambda staging: self.plans[staging].seconds, default=None)
+        if fastest is None or self.plans[fastest].seconds >= most_seconds:
+            return False
+        self.plan_promising([staging for staging in stagings if staging.stages == fastest.stages])
+        return True
 
     def plan_promising(self, stagings: Sequence[Staging]) -> None:
         """Plans set-ups that may be better than the best plan, as long as there is time."""
@@ -156,9 +160,10 @@ class StageSearch:
         if not stagings:
             return self.obstacle()
         # Chosen by hand: plans with an axis more take up to five times as long. Asked for, four meshes of six plans.
-        more = 24 if search.stages else max(0, max(1, search.count // 10) - len(self.plans))
+        least, before, most_count = self.least_seconds(stagings[0]), search.best, max(1, search.count // 10)
+        self.plan_firsts(stagings, 0.0 if before is None or before.recipe.stages > 1 else before.seconds)
+        more = 24 if search.stages else max(0, most_count - len(self.plans))
         most_count = search.count + more
-        least = self.least_seconds(stagings[0])
         for staging in stagings:
             if search.count < most_count:
                 self.plan_promising([staging])
@@ -281,20 +286,20 @@ class StageSearch:
 
     @property
     def compute_seconds(self) -> float:
-        """The time that computing takes without stages, on the mesh where it takes least."""
-        least = min((outcome.compute_seconds for outcome in self.outcomes), default=0.0)
-        return least / self.problem.traffic.hosts if self.repeats else least
+        """The time that computing takes without stages, on the mesh where it takes least if no two hosts compute the
+        same."""
+        hosts = self.problem.traffic.hosts
+        times = (each.compute_seconds / (hosts if self.repeats(each) else 1) for each in self.outcomes)
+        return min(times, default=0.0)
 
     @property
     def outcomes(self) -> list[Outcome]:
         """The plans without stages, and without a limit of memory."""
         return [outcome for outcome in self.search.free.values() if outcome.result is not None]
 
-    @property
-    def repeats(self) -> bool:
-        """Hosts compute the same in some plan, as it takes less than adding up gradients over all of them."""
-        reducing = self.problem.traffic.reducing_seconds(self.problem.traffic.hosts)
-        return any(outcome.seconds < reducing for outcome in self.outcomes)
+    def repeats(self, outcome: Outcome) -> bool:
+        """Hosts compute the same, as a plan takes less than adding up gradients over all of them."""
+        return outcome.seconds < self.problem.traffic.reducing_seconds(self.problem.traffic.hosts)
 
     def plan(self, staging: Staging) -> None:
         keeps = self.keeps(staging)

@@ -198,21 +198,32 @@ def test_plans_with_stages_allowed_are_not_slower() -> None:
     assert sr.reports.TrainingPlanReport.from_json(text) == allowed.report
 
 
-def slow_search(stages: int | None, network_bytes_per_second: float = 3e9, tokens: int = 131072) -> StageSearch:
-    """Searches for plans of wide layers on four hosts."""
-    width, length = 8192, 16
-    shapes = (length, width, 4 * width), (length, 4 * width, width)
-    model = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+def slow_search(
+    stages: int | None,
+    network_bytes_per_second: float = 3e9,
+    tokens: int = 131072,
+    shape: tuple[int, int, int] = (16, 8192, 32768),
+    dtype: Any = jnp.float32,
+) -> StageSearch:
+    """A search for plans of wide layers on four hosts, before it has begun."""
+    count, width, inner = shape
+    shapes = (count, width, inner), (count, inner, width)
+    model = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
 
     def wide(weights: Any, x: Any) -> Any:
-        return jnp.mean(jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None), x, weights)[0] ** 2)
+        x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None), x, weights)[0]
+        return jnp.mean(x.astype(jnp.float32) ** 2)
 
     hardware = attrs.evolve(
         sr.Hardware.named("cuda:h100"), network_bytes_per_second=network_bytes_per_second, memory_bytes=2**40
     )
-    batch = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
+    batch = jax.ShapeDtypeStruct((tokens, width), dtype)
     problem = problem_of(wide, model, batch, Cluster.of("cuda:h100:32", hardware), optimizer=optax.sgd(1e-2))
-    staged = StageSearch(TrainingSearch(problem, None, stages, NO_DEADLINE, lambda text: None))
+    return StageSearch(TrainingSearch(problem, None, stages, NO_DEADLINE, lambda text: None))
+
+
+def searched(*args: Any) -> StageSearch:
+    staged = slow_search(*args)
     staged.search_all()
     return staged
 
@@ -224,7 +235,7 @@ def seconds_of(staged: StageSearch) -> float:
 
 @pytest.mark.slow
 def test_stages_are_found_where_networks_are_slow() -> None:
-    free, *others = (slow_search(stages) for stages in (None, 1, 2, 4, 8))
+    free, *others = (searched(stages) for stages in (None, 1, 2, 4, 8))
     assert free.search.best is not None
     assert free.search.best.recipe.stages == 4
     assert seconds_of(free) <= min(map(seconds_of, others))
@@ -238,9 +249,38 @@ def test_stages_are_found_where_networks_are_slow() -> None:
 @pytest.mark.parametrize("tokens", [2**12, 2**15])
 def test_hosts_may_compute_the_same(tokens: int) -> None:
     """Where little is computed, plans without stages need no network, and are found with stages allowed."""
-    free, without = slow_search(None, 1e9, tokens), slow_search(1, 1e9, tokens)
-    assert free.repeats
+    free, without = searched(None, 1e9, tokens), searched(1, 1e9, tokens)
+    assert any(map(free.repeats, free.outcomes))
     assert seconds_of(free) <= seconds_of(without) * 1.001
+
+
+NARROW = 6.25e9 / 8, 262144, (32, 1024, 65536), jnp.bfloat16
+"""Layers whose gradients take longer to add up over hosts than all of them to compute the same."""
+
+
+@pytest.mark.slow
+def test_stages_are_found_where_hosts_would_compute_the_same() -> None:
+    free, *others = (searched(stages, *NARROW) for stages in (None, 1, 2, 4))
+    assert any(map(free.repeats, others[0].outcomes))
+    assert seconds_of(free) <= min(map(seconds_of, others)) * 1.001
+    assert seconds_of(free) < 0.7 * seconds_of(others[0])
+
+
+def test_each_number_of_stages_that_may_be_better_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Staging] = []
+    monkeypatch.setattr(StageSearch, "plan", lambda self, staging: planned.append(staging))
+    staged = slow_search(None, *NARROW)
+    staged.search.begin()
+    assert any(map(staged.repeats, staged.outcomes))
+    # What takes least computes the same on all hosts: others compute a part of it.
+    assert staged.compute_seconds < 1.1 * min(each.compute_seconds for each in staged.outcomes)
+    may_be_better = {each.stages for each in staged.ordered() if staged.least_seconds(each) < seconds_of(staged)}
+    assert len(may_be_better) > 1
+    staged.run_early()
+    assert {each.stages for each in planned} == may_be_better
+    planned.clear()
+    staged.run()
+    assert {each.stages for each in planned} == may_be_better
 
 
 def test_a_search_that_has_nothing_left_to_plan_is_not_late() -> None:
