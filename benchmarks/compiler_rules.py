@@ -115,6 +115,16 @@ class Point:
         return self.peak.at_least <= self.row.peak_bytes <= self.peak.at_most
 
     @property
+    def excess(self) -> float:
+        """Returns the compiler's peak over the most that is said."""
+        return self.row.peak_bytes / self.peak.at_most
+
+    @property
+    def is_misjudged(self) -> bool:
+        """Returns whether the plan is called certain to fit where it takes a byte too much."""
+        return self.peak.fit(self.row.peak_bytes - 1) == "certain"
+
+    @property
     def ratio(self) -> float:
         """The expected peak over the compiler's peak."""
         return self.peak.expected / self.row.peak_bytes
@@ -282,6 +292,20 @@ def plan_lines(case: Case) -> Iterator[str]:
         )
 
 
+def margin_lines(halves: Sequence[Sequence[Case]]) -> Iterator[str]:
+    """By how much peaks exceed their range at the most, and what is called certain to fit and does not."""
+    for name, half in zip(("seen", "set aside"), halves, strict=True):
+        flat = [(point.excess, case.name, point.is_misjudged) for case in half for point in points(case)]
+        if flat:
+            excess, program, _ = max(flat)
+            count, wrong = len(flat), sum(is_misjudged for *_, is_misjudged in flat)
+            beyond = sum(each > 1 for each, *_ in flat)
+            yield (
+                f"{name}: {beyond} of {count} plans above their range, {excess:.3f} times its end at most ({program}); "
+                f"{wrong} called certain to fit in a byte less than they take"
+            )
+
+
 def measured(halves: Sequence[Sequence[Case]], near: float) -> list[dict[str, float]]:
     """Summarizes both halves of the programs."""
     return [summary([points(case) for case in half], near) for half in halves]
@@ -304,6 +328,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--programs", nargs="*", choices=PROGRAMS, default=list(PROGRAMS), metavar="PROGRAM")
     parser.add_argument("--targets", nargs="*", choices=TARGETS, default=list(TARGETS), metavar="TARGET")
     parser.add_argument("--plans", action="store_true", help="show what the model says of every plan")
+    parser.add_argument("--margins", action="store_true", help="show by how much peaks exceed their range")
     parser.add_argument("--rules", nargs="*", help="only rules whose names contain one of these")
     parser.add_argument("--write", action="store_true", help="keep the figures of these targets for the page")
     options = parser.parse_args(arguments)
@@ -315,6 +340,9 @@ def main(arguments: list[str] | None = None) -> int:
         halves = [[case for case in cases if (case.name in SET_ASIDE) == is_aside] for is_aside in (False, True)]
         if options.plans:
             print(*(text for case in cases for text in plan_lines(case)), sep="\n")
+            continue
+        if options.margins:
+            print(target, *margin_lines(halves), sep="\n  ", flush=True)
             continue
         print(f"\n{target}: {len(halves[0])} programs seen, {len(halves[1])} set aside")
         print(f"{'without':44}" + "  |".join(["".join(f"{column:>8}" for column in COLUMNS)] * 2))

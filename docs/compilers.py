@@ -47,7 +47,7 @@ def known_table() -> str:
         lines.append(f"| {'Another order' if place else 'Likeliest order'} | {' | '.join(cells)} |")
     for name, text in attribute_texts().items():
         values = [getattr(kind, name) for kind in KINDS.values()]
-        cells = [("no", "yes")[value] if isinstance(value, bool) else ", ".join(map(str, value)) for value in values]
+        cells = [("no", "yes")[value] if isinstance(value, bool) else str(value).strip("()") for value in values]
         lines.append(f"| {text} (`{name}`) | {' | '.join(cells)} |")
     return "\n".join(lines)
 

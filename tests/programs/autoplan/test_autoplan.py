@@ -147,10 +147,16 @@ def test_the_least_limit_works(mesh: Any) -> None:
 def test_plans_near_the_limit_are_noted() -> None:
     args = mlp(512, 2048, 4096)
     peak = sr.autoplan(train, *args, mesh=DATA).peak_bytes
-    near, far = (sr.autoplan(train, *args, mesh=DATA, memory_limit=int(peak * ratio)) for ratio in (1.05, 1.2))
-    (finding,) = [finding for finding in near.findings if finding.code == "near-the-limit"]
-    assert finding.severity == "note"
-    assert "prove=True" in finding.remedy
+    plans = (sr.autoplan(train, *args, mesh=DATA, memory_limit=int(peak * ratio)) for ratio in (1.05, 1.5, 2.5))
+    near, inside, far = plans
+    for plan in (near, inside):
+        (finding,) = [finding for finding in plan.findings if finding.code == "near-the-limit"]
+        assert finding.severity == "note"
+        assert "prove=True" in finding.remedy
+        assert (plan.peak.at_most <= plan.memory_limit) == ("of some programs it keeps up to 1.66" in finding.message)
+    assert near.peak.at_most > near.memory_limit
+    assert inside.peak.at_most <= inside.memory_limit
+    assert [plan.fits for plan in (near, inside, far)] == ["possible", "possible", "certain"]
     assert "near-the-limit" not in codes(far)
 
 

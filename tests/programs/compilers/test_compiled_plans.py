@@ -12,6 +12,9 @@ from tests.house.source import REPOSITORY
 PROGRAMS = ("gru", "decode", "low_rank", "recommendations", "neural_ode", "vq_vae")
 """A few that are traced in a moment."""
 
+BEYOND = ("tied_autoencoder",)
+"""The same, with peaks above their range on GPUs."""
+
 
 @pytest.mark.parametrize(
     ("device", "share", "most"), [("cuda:h100:8", 0.8, 2.0), ("tpu:v5e:2x4", 0.75, 2.1), ("cpu:8", 0.9, 2.0)]
@@ -22,9 +25,12 @@ def test_most_compiled_peaks_are_in_the_range(
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
     rules: Any = importlib.import_module("compiler_rules")
     # Memory does not depend on links, so that the mesh needs no devices.
-    cases = rules.read_cases(PROGRAMS, sr.Target.parse(device), sr.mesh_shape(rules.MESH))
+    cases = rules.read_cases((*PROGRAMS, *BEYOND), sr.Target.parse(device), sr.mesh_shape(rules.MESH))
     plans = [point for case in cases for point in rules.points(case)]
-    free = [point for point in plans if point.row.limit_bytes is None]
+    free = [point for point in plans if point.row.limit_bytes is None and point.row.program in PROGRAMS]
+    # Some take more than their range says, and still none is called certain to fit where it does not.
+    assert any(point.excess > 1 for point in plans)
+    assert not any(point.is_misjudged for point in plans)
     if jax.__version_info__ < (0, 11):  # others trace to other operations, for which the table has no layouts
         assert len(free) >= 14
         assert sum(point.is_inside for point in free) >= share * len(free)

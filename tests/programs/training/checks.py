@@ -34,8 +34,9 @@ def problem_of(
     limit: int | None = None,
     host_memory: int | None = None,
     optimizer: Any = None,
+    **options_of_step: Any,
 ) -> TrainingProblem:
-    step = TrainingStep(loss, optax.adam(1e-3) if optimizer is None else optimizer)
+    step = TrainingStep(loss, optax.adam(1e-3) if optimizer is None else optimizer, **options_of_step)
     options = QueryOptions(limit, None, cluster.hardware, Assumptions(), 600, False)
     state = jax.eval_shape(step.init_state, model)
     return TrainingProblem(step, model, state, batch, cluster, options, host_memory)

@@ -224,11 +224,12 @@ def _pins_text(paths: Sequence[str]) -> str:
 
 def near_the_limit(limit_bytes: int, peak: Peak, is_tight: bool = False) -> Finding:
     """Returns the finding that a plan is expected to fit, but may not: as far as is known what compilers do."""
+    beyond = f"; of some programs it keeps up to {peak.margin:.2f} times the most" * (peak.at_most <= limit_bytes)
     saved = "; it fits where XLA saves memory, for which it hides less of the communication" * is_tight
     return Finding(
         "note",
         "near-the-limit",
-        f"modelled to take {peak} of {bytes_text(limit_bytes)}, as the compiler decides{saved}",
+        f"modelled to take {peak} of {bytes_text(limit_bytes)}, as the compiler decides{beyond}{saved}",
         remedy="Pass prove=True to ask the compiler",
     )
 

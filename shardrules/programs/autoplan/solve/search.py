@@ -91,7 +91,7 @@ class Task:
         least_gaps, likely_gaps, most_gaps = compiler.gaps
         least = max(0.0, least_gaps / likely_gaps * min(needed) - hidden_bytes)
         most = most_gaps / likely_gaps * max(needed)
-        return Peak(arguments + least, expected, arguments + most)
+        return Peak(arguments + least, expected, arguments + most, compiler.margin)
 
     @functools.cached_property
     def other_occupancies(self) -> tuple[Occupancy, ...]:

@@ -99,7 +99,8 @@ def training_plan(
         chunks=recipe.chunks,
     )
     outcomes = (outcome, *(other for other in search.fitting if other is not outcome))
-    return TrainingPlan(step, planned, report, problem, outcomes, () if proof is None else proof.ranked)
+    ranked, peaks = ((), {}) if proof is None else (proof.ranked, proof.compilations.peaks)
+    return TrainingPlan(step, planned, report, problem, outcomes, ranked, peaks.get(outcome))
 
 
 def _model_flops(problem: TrainingProblem) -> tuple[int, float]:

@@ -56,6 +56,8 @@ class TrainingPlan:
     """The plans that fit by the model, this one first, then the others by their time."""
     compiled: tuple[ProvedPlan, ...] = ()
     """The plans compiled with `prove`, the best first: this plan, unless the compiler failed at it, and others."""
+    _compiled_bytes: int | None = attrs.field(default=None, repr=False)
+    """The bytes that this plan needs as compiled; also if the compiler refused it for its size."""
 
     @property
     def recipe(self) -> Recipe:
@@ -80,9 +82,8 @@ class TrainingPlan:
     @property
     def peak(self) -> Peak:
         """The range of the most memory that a device uses; with `prove`, a point, as compiled."""
-        for proved in self.compiled[:1]:
-            if (proved.mesh, proved.recipe) == (self._outcomes[0].mesh, str(self.recipe)):
-                return Peak.point(proved.peak_bytes)
+        if self._compiled_bytes is not None:
+            return Peak.point(self._compiled_bytes)
         return self.planned.peak.plus(self.peak_bytes - self.planned.peak_bytes)
 
     @property

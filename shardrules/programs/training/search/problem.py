@@ -29,6 +29,7 @@ from shardrules.programs.training.host_state import array_bytes, host_state
 from shardrules.programs.training.keep.apply import is_kept_name
 from shardrules.programs.training.keep.choices import keep_choices
 from shardrules.programs.training.keep.keep import Keep
+from shardrules.programs.training.keep.seconds import equation_seconds
 from shardrules.programs.training.loss import TracedLoss
 from shardrules.programs.training.microbatches import SplitLoss, forward_program
 from shardrules.programs.training.search.paired import least_paired_bytes, paired_bytes, pairs_rounds
@@ -229,6 +230,15 @@ class TrainingProblem:
         """The traffic between hosts with stages and without; raises `MicrobatchError` where no loop has the layers."""
         trained = self.loss.jaxpr.in_avals[: self.loss.trainable_count]
         return StageTraffic.of(self._layers, self._least_split, trained, self.cluster)
+
+    @functools.cached_property
+    def layer_seconds(self) -> float:
+        """The least time of layers in a step, shared by all devices: forward, for gradients of what they hand on, and
+        for those of weights that are trained."""
+        program, layers = self._split.staged_forward, self._layers
+        seconds, _ = equation_seconds(program, self.cluster.hardware)
+        forward = seconds[[equation is layers.equation for equation in program.jaxpr.eqns].index(True)]
+        return (2 + self.traffic.trained_part) * self._least_split * forward / self.cluster.count
 
     @functools.cached_property
     def _has_equal_layers(self) -> bool:

@@ -81,8 +81,7 @@ class TrainingSearch:
         if not self.free:
             self.begin()
         self.fit_all(tuple(self.free))
-        while self.center is not None and not self.is_over:
-            center = self.center
+        while (center := self.center) is not None:
             near = [shape for shape in self.problem.cluster.neighbours(center) if shape not in self.free]
             near = near[: max(0, 16 - len(self.free))]  # chosen by hand
             for shape in near:
@@ -269,7 +268,7 @@ class TrainingSearch:
             seconds = [[each.seconds for each in outcomes if each.fits] for outcomes in (fewer, current)]
             is_worse = min(seconds[0], default=math.inf) < min(seconds[1], default=math.inf)
             # The factor is chosen by hand: without it, searches go on to single examples for hardly a per cent.
-            if keeps_all or self.is_over or is_worse or least_bytes > before * 0.98:
+            if keeps_all or is_worse or least_bytes > before * 0.98:
                 return
 
     def on_mesh(self, shape: Shape, microbatches: int) -> list[Outcome]:
@@ -347,7 +346,7 @@ class TrainingSearch:
 
         Stages have a search of their own, which has tried what they may keep.
         """
-        while (best := self.best_plain) is not None and not self.is_over:
+        while (best := self.best_plain) is not None:
             count = len(self.outcomes)
             keeps = self.problem.keeps(best.recipe.microbatches)
             index = keeps.index(best.recipe.keep)

@@ -68,9 +68,9 @@ class Staging:
     def rounds(self) -> int:
         return tick_count(self.stages, self.microbatches, self.chunks)
 
-    def least_compute_seconds(self, compute_seconds: float, layers: int) -> float:
-        """The least time of computing, if that takes so long where no device waits."""
-        return compute_seconds * self.rounds / (self.chunks * self.microbatches) * self.places / layers
+    def waiting(self, layers: int) -> float:
+        """The time that stages wait, as a part of what layers take where no device waits."""
+        return self.rounds / (self.chunks * self.microbatches) * self.places / layers - 1
 
     def __str__(self) -> str:
         chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
@@ -118,32 +118,36 @@ class StageSearch:
 
     def planned_early(self) -> str:
         search = self.search
-        if self.refusal() or not self.outcomes or self.repeats:
+        if self.refusal() or not self.outcomes:
             return ""
         traffic, hidden = self.problem.traffic, self.hidden
         search.least_seconds = traffic.least_seconds(_LEAST_COMPUTING * self.compute_seconds, hidden)
         least = traffic.least_seconds(self.compute_seconds, hidden)
         promising = [staging for staging in self.ordered() if self.least_seconds(staging) < least]
-        first = {staging.stages: staging for staging in reversed(promising)}
-        for staging in sorted(first.values(), key=self.least_seconds):
-            self.plan_promising([staging])
-        if not self.plans:
-            return ""
-        fastest = min(self.plans, key=lambda staging: self.plans[staging].seconds)
-        if self.plans[fastest].seconds < _NEAR * min(outcome.seconds for outcome in self.outcomes):
-            self.plan_promising([staging for staging in promising if staging.stages == fastest.stages])
+        if self.plan_firsts(promising, _NEAR * min(outcome.seconds for outcome in self.outcomes)):
             self.plan_promising(
                 [staging for staging, seconds in self.chunked() if search.best is None or seconds < search.best.seconds]
             )
         return ""
 
+    def plan_firsts(self, stagings: Sequence[Staging], most_seconds: float) -> bool:
+        """Plans the first set-up of each number of stages, and all of the best number if that takes less than
+        `most_seconds`; returns whether it does."""
+        firsts = {staging.stages: staging for staging in reversed(stagings)}
+        self.plan_promising(sorted(firsts.values(), key=self.least_seconds))
+        fastest = min(self.plans, key=lambda staging: self.plans[staging].seconds, default=None)
+        if fastest is None or self.plans[fastest].seconds >= most_seconds:
+            return False
+        self.plan_promising([staging for staging in stagings if staging.stages == fastest.stages])
+        return True
+
     def plan_promising(self, stagings: Sequence[Staging]) -> None:
         """Plans set-ups that may be better than the best plan, as long as there is time."""
         for staging in stagings:
-            if self.search.is_out_of_time:
-                return
             best = self.search.best
-            if staging not in self.plans and (best is None or self.least_seconds(staging) < best.seconds):
+            may_be_better = best is None or self.least_seconds(staging) < best.seconds
+            # Without time, a search is late only where something is left to plan.
+            if staging not in self.plans and may_be_better and not self.search.is_out_of_time:
                 self.plan(staging)
 
     def planned(self) -> str:
@@ -156,17 +160,15 @@ class StageSearch:
         if not stagings:
             return self.obstacle()
         # Chosen by hand: plans with an axis more take up to five times as long. Asked for, four meshes of six plans.
-        more = 24 if search.stages else max(0, max(1, search.count // 10) - len(self.plans))
+        least, before, most_count = self.least_seconds(stagings[0]), search.best, max(1, search.count // 10)
+        self.plan_firsts(stagings, 0.0 if before is None or before.recipe.stages > 1 else before.seconds)
+        more = 24 if search.stages else max(0, most_count - len(self.plans))
         most_count = search.count + more
-        least = self.least_seconds(stagings[0])
         for staging in stagings:
-            if search.count >= most_count or search.is_out_of_time:
-                break
-            self.plan_promising([staging])
+            if search.count < most_count:
+                self.plan_promising([staging])
         for staging, seconds in self.chunked():
-            if search.count >= most_count + more or search.is_out_of_time:
-                break
-            if search.best is None or seconds < search.best.seconds:
+            if search.count < most_count + more and (search.best is None or seconds < search.best.seconds):
                 self.plan_promising([staging])
         if search.best is not None and search.best.recipe.stages > 1:
             return ""
@@ -210,7 +212,7 @@ class StageSearch:
             if places <= layers * (1 + _MOST_PADDING):
                 with_chunks = attrs.evolve(staging, places=places, chunks=chunks)
                 planned = self.plans[staging]
-                computing = planned.compute_seconds / staging.least_compute_seconds(1.0, layers)
+                computing = planned.compute_seconds - staging.waiting(layers) * self.problem.layer_seconds
                 more = self.least_seconds(with_chunks, computing) - self.least_seconds(staging, computing)
                 chunked.append((with_chunks, planned.seconds + more))
         return chunked
@@ -272,7 +274,9 @@ class StageSearch:
         """The least time of a set-up: what computing takes, and waiting, and traffic between hosts."""
         rounds = staging.rounds / staging.microbatches
         computing = self.compute_seconds if computing is None else computing
-        compute = staging.least_compute_seconds(computing, self.problem.layer_count)
+        layer_seconds = min(computing, self.problem.layer_seconds)
+        # What comes before and after the layers, and the optimizer, waits for nobody.
+        compute = computing + staging.waiting(self.problem.layer_count) * layer_seconds
         return self.problem.traffic.least_seconds(compute, self.hidden, staging.stages, rounds)
 
     @property
@@ -282,20 +286,20 @@ class StageSearch:
 
     @property
     def compute_seconds(self) -> float:
-        """The time that computing takes without stages, on the mesh where it takes least."""
-        least = min((outcome.compute_seconds for outcome in self.outcomes), default=0.0)
-        return least / self.problem.traffic.hosts if self.repeats else least
+        """The time that computing takes without stages, on the mesh where it takes least if no two hosts compute the
+        same."""
+        hosts = self.problem.traffic.hosts
+        times = (each.compute_seconds / (hosts if self.repeats(each) else 1) for each in self.outcomes)
+        return min(times, default=0.0)
 
     @property
     def outcomes(self) -> list[Outcome]:
         """The plans without stages, and without a limit of memory."""
         return [outcome for outcome in self.search.free.values() if outcome.result is not None]
 
-    @property
-    def repeats(self) -> bool:
-        """Hosts compute the same in some plan, as it takes less than adding up gradients over all of them."""
-        reducing = self.problem.traffic.reducing_seconds(self.problem.traffic.hosts)
-        return any(outcome.seconds < reducing for outcome in self.outcomes)
+    def repeats(self, outcome: Outcome) -> bool:
+        """Hosts compute the same, as a plan takes less than adding up gradients over all of them."""
+        return outcome.seconds < self.problem.traffic.reducing_seconds(self.problem.traffic.hosts)
 
     def plan(self, staging: Staging) -> None:
         keeps = self.keeps(staging)

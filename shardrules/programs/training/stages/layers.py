@@ -1,6 +1,6 @@
 """The loop over the layers of a program, which stages can share, and what comes before and after it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -11,7 +11,7 @@ from shardrules.core.source import equation_line, short_line
 from shardrules.programs.compiling.model_flops import model_flops
 from shardrules.programs.jaxprs.bodies import scan_of
 from shardrules.programs.jaxprs.calls import is_cond, is_scan
-from shardrules.programs.jaxprs.segments import segment_program
+from shardrules.programs.jaxprs.segments import is_float, segment_program
 from shardrules.programs.jaxprs.walk import inner_runs, open_jaxpr, reads, runs
 from shardrules.programs.training.stages.rolled import rolled
 
@@ -24,6 +24,8 @@ _MOST_OUTSIDE = 0.5
 class LayerLoop:
     """The program of a microbatch, cut at the loop over its layers."""
 
+    inputs: Sequence[Any]
+    """The inputs of the program."""
     equation: Any
     before: Jaxpr
     """From some inputs of the program to what the loop and `after` need."""
@@ -35,6 +37,14 @@ class LayerLoop:
     @property
     def layer_count(self) -> int:
         return inner_runs(self.equation)
+
+    def sources(self, count: int) -> Mapping[Any, frozenset[int]]:
+        """The first inputs of the program, by index, that flow into each float before the loop."""
+        sources = {var: frozenset((index,)) for index, var in enumerate(self.inputs[:count])}
+        for equation in self.before.eqns:
+            found = frozenset(index for var in reads([equation]) for index in sources.get(var, ()))
+            sources |= {var: found for var in equation.outvars if is_float(var)}
+        return sources
 
     @classmethod
     def of(cls, program: ClosedJaxpr, batched: Sequence[bool]) -> "LayerLoop":
@@ -60,7 +70,7 @@ class LayerLoop:
                 by_microbatch.update(each.outvars)
         _check_layers(equation, by_microbatch)
         before = segment_program(first, [var for var in read if var in computed])
-        return cls(equation, before, segment_program(rest, jaxpr.outvars), frozenset(by_microbatch))
+        return cls(jaxpr.invars, equation, before, segment_program(rest, jaxpr.outvars), frozenset(by_microbatch))
 
 
 def with_layer_loop(program: ClosedJaxpr) -> ClosedJaxpr:

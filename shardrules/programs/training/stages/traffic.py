@@ -18,10 +18,6 @@ from shardrules.programs.jaxprs.walk import equations, programs_in
 from shardrules.programs.training.cluster import Cluster
 from shardrules.programs.training.stages.layers import LayerLoop
 
-_MESSAGES = 6
-"""The messages of a tick to the next stage: what a stage has computed and what waits, and twice the gradient of each,
-counted by hand in how plans are priced."""
-
 
 @final
 @attrs.frozen
@@ -29,13 +25,15 @@ class StageTraffic:
     """The bytes of a step that have to go between hosts at least, and the network for them."""
 
     layer_bytes: int
-    """The layers that are trained."""
+    """The parts of layers that are trained."""
     other_bytes: int
     """All else that is trained."""
     carried_bytes: int
     """The arrays that a layer hands on to the next, for all examples."""
     layer_count: int
     cluster: Cluster
+    trained_part: float = 1.0
+    """The part of the layers' bytes that is trained."""
 
     @classmethod
     def of(cls, layers: LayerLoop, microbatches: int, trained: Sequence[Any], cluster: Cluster) -> Self:
@@ -43,15 +41,20 @@ class StageTraffic:
         loop, operands = scan_of(layers.equation), layers.equation.invars
         read = [var for var in operands if not isinstance(var, Literal)]
         carried = _floats(var for var in operands[loop.carry] if var in read and var in layers.by_microbatch)
-        pieces = _floats(var for var in operands[loop.pieces] if var in read)
+        pieces = [var for var in operands[loop.pieces] if var in read and is_float(var)]
+        sources = layers.sources(len(trained))
+        trained_pieces = [var for var in pieces if sources.get(var)]
         # Parameters with more bits are converted first, and then gathered, and so are their gradients.
         bodies = programs_in(layers.equation)
         inside = _floats(var for body in bodies for inner in equations(body) for var in inner.outvars)
         width = min((aval.dtype.itemsize for aval in (*carried, *inside)), default=1)
-        trained_bytes = _bytes(trained, width)
-        layer_bytes = min(trained_bytes, _bytes(pieces, width))
+        indices = dict.fromkeys(index for var in trained_pieces for index in sources[var])
+        trained_bytes, piece_bytes = _bytes(trained, width), _bytes(_floats(trained_pieces), width)
+        # Gradients of what weights are computed from, such as factors of low rank, may be added up instead.
+        layer_bytes = min(piece_bytes, _bytes([trained[index] for index in indices], width))
         carried_bytes = microbatches * _bytes(carried, width)
-        return cls(layer_bytes, trained_bytes - layer_bytes, carried_bytes, layers.layer_count, cluster)
+        part = piece_bytes / max(1, _bytes(_floats(pieces), width))
+        return cls(layer_bytes, trained_bytes - layer_bytes, carried_bytes, layers.layer_count, cluster, part)
 
     def least_seconds(self, computing: float, hidden: float, stages: int = 1, rounds: float = 1.0) -> float:
         """The least time of a step, if computing takes so long where no two hosts compute the same.
@@ -84,9 +87,11 @@ class StageTraffic:
         """The least time in which stages send microbatches to each other."""
         if self.hosts == 1:
             return 0.0
-        # The last stage sends nothing.
-        sent_bytes = _MESSAGES * rounds * self.carried_bytes * (stages - 1) / self.cluster.count
-        return sent_bytes / self._bytes_per_second
+        # What a stage has computed and what waits goes one stage on once, the gradient of each twice, as plans are
+        # priced. Instead of the latter, stages may exchange their arrays and back, of which a part stays in hosts.
+        moved, exchanged = 1 - 1 / stages, 1 - 1 / min(stages, self.hosts)
+        messages = 2 * moved + 2 * 2 * min(moved, exchanged)
+        return messages * rounds * self.carried_bytes * stages / self.cluster.count / self._bytes_per_second
 
     def _all_reduce_seconds(self, nbytes: float, hosts: int) -> float:
         return 2 * (hosts - 1) / hosts * nbytes / self.cluster.granule / self._bytes_per_second

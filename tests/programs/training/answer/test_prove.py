@@ -12,9 +12,9 @@ import pytest
 
 from shardrules.core.errors import CompileError, DoesNotFitError
 from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
-from shardrules.programs.training.answer.make import proved_plan
+from shardrules.programs.training.answer.make import proved_plan, training_plan
 from shardrules.programs.training.answer.plan import TrainingPlan
-from shardrules.programs.training.answer.prove import ProvedPlan, plans_to_prove, prove_outcome
+from shardrules.programs.training.answer.prove import ProvedPlan, TrainingProof, plans_to_prove, prove_outcome
 from shardrules.programs.training.cluster import Cluster
 from shardrules.programs.training.search.problem import Outcome, TrainingProblem, plan_once
 from shardrules.programs.training.search.search import TrainingSearch
@@ -150,6 +150,18 @@ def test_what_compilers_fail_at_is_returned_unless_something_is_proved(monkeypat
     assert "compiled" in codes(plan)
 
 
+def test_a_peak_is_that_of_the_plan_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another plan may have the same mesh, and the same recipe in words."""
+    search = tight_search()
+    unproved, proof = search.best, TrainingProof.of(search.problem)
+    assert unproved is not None
+    proved_by(monkeypatch, lambda outcome: 2 * search.problem.limit_bytes)
+    proof.compilations.add(attrs.evolve(unproved))
+    plan = training_plan(search, unproved, proof)
+    assert (plan.compiled[0].mesh, plan.compiled[0].recipe) == (unproved.mesh, str(plan.recipe))
+    assert plan.peak == plan.planned.peak
+
+
 def test_a_compiler_that_always_fails_loses_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     search = tight_search()
     proved_by(monkeypatch, lambda outcome: CompileError("the compiler fails"))
@@ -166,6 +178,8 @@ def test_what_compilers_refuse_for_its_size_does_not_fit(monkeypatch: pytest.Mon
     plan = proved_plan(search, 1)
     assert "no plan that was compiled fits" in codes(plan)["does-not-fit"]
     assert "compiler-failed" not in codes(plan)
+    assert plan.fits == "no"
+    assert plan.peak.at_least == 4 * search.problem.limit_bytes
 
 
 def test_plans_are_compiled_as_long_as_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:

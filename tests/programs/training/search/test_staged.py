@@ -12,7 +12,7 @@ import pytest
 
 import shardrules as sr
 from shardrules.core.errors import ConfigError, PlanError
-from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE
+from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.training.cluster import Cluster
 from shardrules.programs.training.search.search import TrainingSearch
 from shardrules.programs.training.search.staged import StageSearch, Staging
@@ -198,21 +198,32 @@ def test_plans_with_stages_allowed_are_not_slower() -> None:
     assert sr.reports.TrainingPlanReport.from_json(text) == allowed.report
 
 
-def slow_search(stages: int | None, network_bytes_per_second: float = 3e9, tokens: int = 131072) -> StageSearch:
-    """Searches for plans of wide layers on four hosts."""
-    width, length = 8192, 16
-    shapes = (length, width, 4 * width), (length, 4 * width, width)
-    model = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+def slow_search(
+    stages: int | None,
+    network_bytes_per_second: float = 3e9,
+    tokens: int = 131072,
+    shape: tuple[int, int, int] = (16, 8192, 32768),
+    dtype: Any = jnp.float32,
+) -> StageSearch:
+    """A search for plans of wide layers on four hosts, before it has begun."""
+    count, width, inner = shape
+    shapes = (count, width, inner), (count, inner, width)
+    model = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
 
     def wide(weights: Any, x: Any) -> Any:
-        return jnp.mean(jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None), x, weights)[0] ** 2)
+        x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None), x, weights)[0]
+        return jnp.mean(x.astype(jnp.float32) ** 2)
 
     hardware = attrs.evolve(
         sr.Hardware.named("cuda:h100"), network_bytes_per_second=network_bytes_per_second, memory_bytes=2**40
     )
-    batch = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
+    batch = jax.ShapeDtypeStruct((tokens, width), dtype)
     problem = problem_of(wide, model, batch, Cluster.of("cuda:h100:32", hardware), optimizer=optax.sgd(1e-2))
-    staged = StageSearch(TrainingSearch(problem, None, stages, NO_DEADLINE, lambda text: None))
+    return StageSearch(TrainingSearch(problem, None, stages, NO_DEADLINE, lambda text: None))
+
+
+def searched(*args: Any) -> StageSearch:
+    staged = slow_search(*args)
     staged.search_all()
     return staged
 
@@ -224,7 +235,7 @@ def seconds_of(staged: StageSearch) -> float:
 
 @pytest.mark.slow
 def test_stages_are_found_where_networks_are_slow() -> None:
-    free, *others = (slow_search(stages) for stages in (None, 1, 2, 4, 8))
+    free, *others = (searched(stages) for stages in (None, 1, 2, 4, 8))
     assert free.search.best is not None
     assert free.search.best.recipe.stages == 4
     assert seconds_of(free) <= min(map(seconds_of, others))
@@ -237,11 +248,51 @@ def test_stages_are_found_where_networks_are_slow() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [2**12, 2**15])
 def test_hosts_may_compute_the_same(tokens: int) -> None:
-    """Where little is computed, plans without stages need no network, and no bound keeps the search from them."""
-    free, without, slower = slow_search(None, 1e9, tokens), slow_search(1, 1e9, tokens), slow_search(1, 1e8, tokens)
-    assert free.repeats
-    assert free.search.least_seconds == 0
-    assert seconds_of(free) == seconds_of(without) == pytest.approx(seconds_of(slower), rel=0.001)
+    """Where little is computed, plans without stages need no network, and are found with stages allowed."""
+    free, without, slower = searched(None, 1e9, tokens), searched(1, 1e9, tokens), searched(1, 1e8, tokens)
+    assert any(map(free.repeats, free.outcomes))
+    assert seconds_of(free) <= seconds_of(without) * 1.001
+    assert seconds_of(without) == pytest.approx(seconds_of(slower), rel=0.001)
+
+
+NARROW = 6.25e9 / 8, 262144, (32, 1024, 65536), jnp.bfloat16
+"""Layers whose gradients take longer to add up over hosts than all of them to compute the same."""
+
+
+@pytest.mark.slow
+def test_stages_are_found_where_hosts_would_compute_the_same() -> None:
+    free, *others = (searched(stages, *NARROW) for stages in (None, 1, 2, 4))
+    assert any(map(free.repeats, others[0].outcomes))
+    assert seconds_of(free) <= min(map(seconds_of, others)) * 1.001
+    assert seconds_of(free) < 0.7 * seconds_of(others[0])
+
+
+def test_each_number_of_stages_that_may_be_better_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Staging] = []
+    monkeypatch.setattr(StageSearch, "plan", lambda self, staging: planned.append(staging))
+    staged = slow_search(None, *NARROW)
+    staged.search.begin()
+    assert any(map(staged.repeats, staged.outcomes))
+    # What takes least computes the same on all hosts: others compute a part of it.
+    assert staged.compute_seconds < 1.1 * min(each.compute_seconds for each in staged.outcomes)
+    may_be_better = {each.stages for each in staged.ordered() if staged.least_seconds(each) < seconds_of(staged)}
+    assert len(may_be_better) > 1
+    staged.run_early()
+    assert {each.stages for each in planned} == may_be_better
+    planned.clear()
+    staged.run()
+    assert {each.stages for each in planned} == may_be_better
+
+
+def test_a_search_that_has_nothing_left_to_plan_is_not_late() -> None:
+    problem = problem_of(loss, MODEL, BATCH, Cluster.of("cuda:h100:8"))
+    search = TrainingSearch(problem, None, None, Deadline.after(1000), lambda text: None)
+    search.begin()
+    search.longest_seconds = 2000
+    assert not search.has_time
+    StageSearch(search).run()
+    assert not search.is_late
+    assert "a step would take" in search.why_no_stages
 
 
 def test_traffic_between_hosts_is_counted() -> None:
@@ -255,6 +306,9 @@ def test_traffic_between_hosts_is_counted() -> None:
     assert traffic.reducing_seconds(2, 2) == 2 * 1 / 2 * 400 / 8 + 2 * 3 / 4 * 80 / 8
     assert traffic.sending_seconds(4, 1.5) == 6 * 1.5 * 400 * 3 / 32
     assert traffic.least_seconds(1000.0, 0.5) == 1000 + 0.5 * traffic.reducing_seconds(4)
+    # Of two stages on each of two hosts, gradients may be exchanged twice, half of them inside of hosts.
+    pair = attrs.evolve(traffic, cluster=Cluster.of("cuda:h100:16", hardware))
+    assert pair.sending_seconds(4, 1.5) == (2 * 3 / 4 + 4 * 1 / 2) * 1.5 * 400 * 4 / 16
     # Four hosts that compute the same send nothing.
     assert traffic.least_seconds(0.1, 0.5) == pytest.approx(0.4)
     host = attrs.evolve(traffic, cluster=Cluster.of("cuda:h100:8", hardware))
@@ -280,13 +334,61 @@ def test_traffic_is_read_of_layers_that_carry_a_sum_and_compute_in_fewer_bits() 
     assert penalized.layer_count == LAYERS
 
 
+def with_low_rank(model: Any, batch: Any) -> Any:
+    """Layers whose weights are frozen, but for what factors of low rank add to them."""
+    inner, frozen, factors = model
+    weights = frozen + factors @ factors.swapaxes(1, 2)
+    return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), batch[0] @ inner, weights)[0] ** 2)
+
+
+def with_adapters(model: Any, batch: Any) -> Any:
+    """The same, where factors are applied by themselves."""
+    inner, frozen, factors = model
+
+    def body(x: Any, weights: Any) -> Any:
+        return layer(x, weights[0]) + x @ weights[1] @ weights[1].T, None
+
+    return jnp.mean(jax.lax.scan(body, batch[0] @ inner, (frozen, factors))[0] ** 2)
+
+
+@pytest.mark.parametrize("fn", [with_low_rank, with_adapters])
+def test_traffic_leaves_frozen_arrays_out(fn: Any) -> None:
+    model = MODEL["in"], MODEL["layers"], numbers(LAYERS, WIDTH, 2)
+    problem = problem_of(fn, model, BATCH, Cluster.of("cuda:h100:8"), trainable=(True, False, True))
+    assert problem.traffic.layer_bytes == model[2].nbytes
+    assert problem.traffic.other_bytes == model[0].nbytes
+
+
+def test_only_layers_wait() -> None:
+    """What is computed after the layers, here half of the work, waits for nobody."""
+    width, tokens, struct = 2048, 16384, jax.ShapeDtypeStruct
+    shapes = {"layers": (4, width, width), "head": (width, 2 * width), "out": (2 * width, width)}
+    model = {name: struct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+
+    def headed(model: Any, x: Any) -> Any:
+        x = jax.lax.scan(lambda x, w: (layer(x, w), None), x, model["layers"])[0]
+        return jnp.mean((jnp.tanh(x @ model["head"]) @ model["out"]).astype(jnp.float32) ** 2)
+
+    batch = struct((tokens, width), jnp.bfloat16)
+    problem = problem_of(headed, model, batch, Cluster.of("cuda:h100:8"), optimizer=optax.sgd(1e-2))
+    search = TrainingSearch(problem, 4, None, NO_DEADLINE, lambda text: None)
+    search.plan_free((8,), search.first_recipe)
+    staged = StageSearch(search)
+    staging = next(each for each in staged.ordered() if each.stages == 4)
+    staged.plan(staging)
+    assert staging.waiting(4) == 3 / 4
+    least, planned = staged.least_seconds(staging), staged.plans[staging]
+    assert 1.1 * staged.compute_seconds < least <= planned.compute_seconds < planned.seconds
+    assert planned.compute_seconds < 1.5 * staged.compute_seconds
+
+
 def test_waiting_is_counted() -> None:
     staging = Staging((4, 8), 12, 6)
     assert (staging.stages, staging.rounds) == (4, 15)
-    assert staging.least_compute_seconds(1.0, 5) == 15 / 12 * 6 / 5
+    assert staging.waiting(5) == 15 / 12 * 6 / 5 - 1
     chunked = Staging((4, 8), 12, 8, chunks=2)
     assert chunked.rounds == 27
-    assert chunked.least_compute_seconds(1.0, 5) == 27 / 24 * 8 / 5
+    assert chunked.waiting(5) == 27 / 24 * 8 / 5 - 1
 
 
 def test_many_and_few_microbatches_take_turns() -> None:
@@ -301,7 +403,7 @@ def test_many_and_few_microbatches_take_turns() -> None:
     assert counts[:4] == [32, 8, 32, 8]
     assert len({*ordered}) == len(ordered)
     for count in {*counts}:
-        least = [each.least_compute_seconds(1.0, 8) for each in ordered if each.microbatches == count * each.stages]
+        least = [each.waiting(8) for each in ordered if each.microbatches == count * each.stages]
         assert least == sorted(least)
 
 
