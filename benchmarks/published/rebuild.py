@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from published.attention import BATCH, RATES
+from published.attention import BATCH, LENGTH, RATES
 from published.decoder import Decoder, state_shapes, weight_shapes, weight_specs
 from published.rows import Row
 from shardrules.programs.compiled.collectives import find_collectives
@@ -88,7 +88,7 @@ def _arguments(row: Row) -> tuple[Any, ...]:
     if row.recipe.accumulations > 1:
         shape = (row.recipe.accumulations, *shape)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-    return weights, state_shapes(weights), tokens, tokens
+    return weights, state_shapes(weights, row.recipe), tokens, tokens
 
 
 def audit(row: Row, decoder: Decoder) -> sr.reports.AuditReport:
@@ -96,7 +96,7 @@ def audit(row: Row, decoder: Decoder) -> sr.reports.AuditReport:
     mesh = sr.mesh_shape(",".join(f"{axis}:{size}" for axis, size in row.mesh.items()))
     arguments = _arguments(row)
     plan = sr.SpecTreeShardingRule(weight_specs(row.dims, row.recipe, row.length)).plan(arguments[0], mesh)
-    spec = P(None, BATCH) if row.recipe.accumulations > 1 else P(BATCH)
+    spec = P(None, BATCH, LENGTH) if row.recipe.accumulations > 1 else P(BATCH, LENGTH)
     return sr.audit(
         decoder.step,
         *arguments,
