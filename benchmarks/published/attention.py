@@ -22,7 +22,10 @@ Layout: TypeAlias = Literal["HEAD_DIM_MINOR", "SEQ_MINOR"]
 """Which dim of queries, keys or values is the minor one in memory."""
 
 _BLOCK = 512
-"""The queries of a block, as in splash attention."""
+"""The rows of a block, as in splash attention."""
+
+_FLASH_ROWS = MappingProxyType({"fwd": 512, "dq": 1024, "dkv": 512})
+"""The queries of a block of `flash_attention`: layers/attentions.py of MaxText at 76bd53b0f (December 2023)."""
 
 RATES = MappingProxyType({"flash2": (346e12, 322e12), "flash1-triton": (346e12 / 1.4, 322e12 / 2)})
 """The FLOP/s of other kernels on an H100, forward and backward, for long sequences and heads of 128. FlashAttention-2
@@ -180,6 +183,13 @@ def _splash(settings: TpuKernel, query: Any, key: Any, value: Any, window: int) 
     return jax.shard_map(local, in_specs=specs, out_specs=split, check_vma=False)(kernel, query, key, value)
 
 
+def causal_share(products: int, length: int) -> float:
+    """How many of its blocks `flash_attention` computes, by the number of its matmuls. Their text does not say."""
+    rows = _FLASH_ROWS[{2: "fwd", 3: "dq", 4: "dkv"}[products]]
+    seen = sum(-(-end // _BLOCK) for end in range(rows, length + 1, rows))
+    return seen / ((length // rows) * (length // _BLOCK))
+
+
 def _flash(settings: TpuKernel, query: Any, key: Any, value: Any, window: int) -> Any:
     from jax.experimental.pallas.ops.tpu import flash_attention as flash
 
@@ -187,19 +197,18 @@ def _flash(settings: TpuKernel, query: Any, key: Any, value: Any, window: int) -
 
     def local(query: Any, key: Any, value: Any) -> Any:
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-        # layers/attentions.py of MaxText at 76bd53b0f (December 2023)
         sizes = flash.BlockSizes(
-            block_q=512,
-            block_k_major=512,
-            block_k=512,
+            block_q=_FLASH_ROWS["fwd"],
+            block_k_major=_BLOCK,
+            block_k=_BLOCK,
             block_b=min(2, query.shape[0]),
-            block_q_major_dkv=512,
-            block_k_major_dkv=512,
-            block_q_dkv=512,
-            block_k_dkv=512,
-            block_q_dq=1024,
+            block_q_major_dkv=_FLASH_ROWS["dkv"],
+            block_k_major_dkv=_BLOCK,
+            block_q_dkv=_FLASH_ROWS["dkv"],
+            block_k_dkv=_BLOCK,
+            block_q_dq=_FLASH_ROWS["dq"],
             block_k_dq=256,
-            block_k_major_dq=512,
+            block_k_major_dq=_BLOCK,
         )
         return jnp.swapaxes(flash.flash_attention(query, key, value, causal=True, block_sizes=sizes), 1, 2)
 

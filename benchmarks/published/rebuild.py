@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from published.attention import BATCH, LENGTH, RATES
+from published.attention import BATCH, LENGTH, RATES, causal_share
 from published.decoder import Decoder, state_shapes, weight_shapes, weight_specs
 from published.rows import Row
 from shardrules.programs.compiled.collectives import find_collectives
@@ -120,6 +120,8 @@ def _model(row: Row, text: str, mesh: Any) -> StepTime:
         facts = KernelFacts(calls=find_kernel_calls(step))
     attention = row.recipe.attention
     matmuls = tuple(_at_rate(matmul, attention, target.hardware) for matmul in find_matmuls(program, facts))
+    if target.platform == "tpu" and not row.recipe.tpu_kernel.is_splash:
+        matmuls = tuple(map(_causal, matmuls))
     collectives = find_collectives(program, devices, target)
     return play_schedule(program, collectives, find_kernels(program, matmuls), target.hardware).time
 
@@ -132,6 +134,15 @@ def _at_rate(matmul: Matmul, attention: str, hardware: sr.Hardware) -> Matmul:
     seconds = matmul.flops / (forward if len(matmul.products) == 2 else backward)
     flops = seconds / flops_seconds(1.0, matmul.dtype, matmul.precision, hardware)
     return attrs.evolve(matmul, flops=round(flops), products=())
+
+
+def _causal(matmul: Matmul) -> Matmul:
+    """Attention of `flash_attention` without the blocks of scores that a causal mask leaves out."""
+    if not is_attention(matmul):
+        return matmul
+    share = causal_share(len(matmul.products), matmul.products[0].n)
+    products = tuple(attrs.evolve(product, batch=round(product.batch * share)) for product in matmul.products)
+    return attrs.evolve(matmul, flops=sum(product.flops for product in products), products=products)
 
 
 def _slug(name: str) -> str:

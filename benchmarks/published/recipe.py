@@ -61,10 +61,10 @@ def policy_of(remat: str) -> Any:
         if remat not in POLICIES:
             raise ValueError(f"unknown remat {remat!r}; known are {', '.join(POLICIES)}, custom NAME=PLACE ...")
         return POLICIES[remat]()
-    places = dict(tensor.partition("=")[::2] for tensor in tensors)
-    if wrong := sorted(set(places.values()) - set(PLACES)):
+    places = [tensor.partition("=")[::2] for tensor in tensors]
+    if wrong := sorted({place for _, place in places} - set(PLACES)):
         raise ValueError(f"unknown place {', '.join(map(repr, wrong))}; known are {', '.join(PLACES)}")
-    kept, offloaded = ([tensor for tensor, at in places.items() if at == place] for place in PLACES[1:])
+    kept, offloaded = ([tensor for tensor, at in places if at == place] for place in PLACES[1:])
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=kept,
         names_which_can_be_offloaded=offloaded,

@@ -221,6 +221,7 @@ def test_devices_of_a_sequence_see_as_much_as_each_other(monkeypatch: pytest.Mon
     np.testing.assert_array_equal(mask[:, :], attention.balanced(causal, devices))
     np.testing.assert_array_equal(mask[:8, 32:40], np.zeros((8, 8), bool))
     assert {part.sum() for part in np.split(mask[:, :], devices)} == {length * (length + 1) // 2 // devices}
+    assert (attention.causal_share(2, 2048), attention.causal_share(3, 2048)) == (10 / 16, 6 / 8)
     rows = jnp.arange(length)
     np.testing.assert_array_equal(attention._contiguous(attention.balanced(rows, devices), devices, 0), rows)
 
