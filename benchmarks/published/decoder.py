@@ -232,6 +232,8 @@ class Decoder:
         query, key, value = (
             checkpoint_name(self._constrain(part, BATCH, LENGTH, "tensor"), f"{name}_proj") for part, name in parts
         )
+        # What is kept is split, too, though keys and values are gathered from it.
+        query, key, value = (self._constrain(part, BATCH, LENGTH, "tensor") for part in (query, key, value))
         return query, key, value
 
     def _hidden(self, x: Any, weights: Any) -> Any:
@@ -337,7 +339,7 @@ class Decoder:
         names = ("norm", "head" if "head" in weights else "embed")
         root = {name: self._constrain(weights[name], *specs[name]) for name in names}
         tiles = self.recipe.vocab_tiles
-        rows = self._constrain(x.reshape(tiles, -1, x.shape[-1]), None, _ROWS, "tensor")
+        rows = self._constrain(self._residual(x).reshape(tiles, -1, x.shape[-1]), None, _ROWS, "tensor")
         labels = self._constrain(targets.reshape(tiles, -1), None, _ROWS)
 
         def add(total: Any, tile: Any) -> tuple[Any, None]:
