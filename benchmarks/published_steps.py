@@ -179,10 +179,17 @@ def line(figure: dict[str, Any]) -> str:
     )
 
 
+def is_named(row: str, name: str) -> bool:
+    """Whether a row is called so, or belongs to a group that is."""
+    return row == name or row.startswith(f"{name},")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description="Modelled against published seconds of training steps.")
-    parser.add_argument("--row", nargs="*", default=[], metavar="NAME", help="only rows whose name starts so")
+    parser.add_argument(
+        "--row", nargs="*", default=[], metavar="NAME", help="rows with this name, or with it before a comma"
+    )
     parser.add_argument(
         "--rows", nargs="*", default=[], type=Path, metavar="FILE", help="the rows of TOML files instead"
     )
@@ -204,7 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = read_rows(options.rows or ([FILE.with_name("smoke.toml")] if options.smoke else ()))
     except RowError as error:
         parser.error(f"rows that cannot be rebuilt:\n{error}")
-    unknown = [name for name in options.row if not any(row.name.startswith(name) for row in rows)]
+    unknown = [name for name in options.row if not any(is_named(row.name, name) for row in rows)]
     if unknown:
         parser.error(f"no row {', '.join(unknown)}; the rows are {'; '.join(row.name for row in rows)}")
     figures = []
@@ -213,7 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     sizes = (10, 10, 10, 7, 10, 10, 10, 8, 7, 8)
     print(f"{'':82}" + "".join(f"{head:>{size}}" for head, size in zip(heads, sizes, strict=True)), file=out)
     for row in rows:
-        if not options.row or any(row.name.startswith(name) for name in options.row):
+        if not options.row or any(is_named(row.name, name) for name in options.row):
             figures.append(figure_of(rebuild(row, options.texts)))
             print(line(figures[-1]), file=out, flush=True)
             jax.clear_caches()

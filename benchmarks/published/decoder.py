@@ -15,16 +15,22 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from published.adapters import adapted, adapter_shapes, merged, parted
-from published.attention import BATCH, attend
+from published.attention import BATCH, LENGTH, attend
 from published.eager import cross_entropy, kernel, layer_norm, log_softmax, rms_norm, rotary
 from published.experts import ExpertDims, ExpertLayer
 from published.fsdp import Unit, fully_gathered, gathered, grouped, ungrouped, with_strategy
-from published.recipe import POLICIES, Recipe
+from published.recipe import Recipe, policy_of
 from published.sequence import columns, part_of, row, shared, whole_of
 
 Family: TypeAlias = Literal["llama", "gpt"]
 """Llamas have RMS norms, rotary positions, and a head of their own. GPTs have layer norms, biases, learned positions,
 and the embedding as their head."""
+
+_WIDTH = ("fsdp", LENGTH)
+"""The mesh axes that split the model's width in weights."""
+
+_ROWS = (*BATCH, LENGTH)
+"""The mesh axes that split the tokens of a batch, sequences joined."""
 
 
 @final
@@ -40,7 +46,31 @@ class Dims:
     layers: int
     vocab: int
     gated: bool = True
+    activation: Literal["", "silu", "gelu", "relu"] = ""
+    """Of the MLP: by default silu with a gate, and gelu without."""
+
     family: Family = "llama"
+    tied: bool = False
+    """A llama whose embedding is its head."""
+
+    parallel: bool = False
+    """Attention and MLP have the same input, off one norm."""
+
+    head_norms: Literal["", "qk", "qkv"] = ""
+    """Norms of each head: of queries and keys ahead of their rotation, or of values as well, and behind it."""
+
+    post_norms: bool = False
+    """Norms of what attention and MLP return."""
+
+    interleaved_rotary: bool = False
+    """Pairs that are rotated are neighbours, and not half a head apart."""
+
+    window: int = 0
+    """How many tokens before it a token sees, except in each `period`-th layer, where it sees all."""
+
+    period: int = 1
+    """How many layers one round of the loop over layers has; they are recomputed together."""
+
     experts: ExpertDims | None = None
     """Layers are of experts."""
 
@@ -58,22 +88,30 @@ def _layer_shapes(dims: Dims, recipe: Recipe, is_dense: bool = False) -> dict[st
     if expert_layer := _expert_layer(dims, recipe, is_dense=is_dense):
         return expert_layer.shapes
     embed, heads, kv_heads, size, mlp = dims.embed, dims.heads, dims.kv_heads, dims.head_dim, dims.mlp
-    column, row = P("fsdp", "tensor"), P("tensor", "fsdp")
-    norms = ("norm_attention", "norm_mlp")
+    column, row = P(_WIDTH, "tensor"), P("tensor", _WIDTH)
+    up, down = column, row
+    if recipe.hidden_split:
+        up, down = P(LENGTH, ("fsdp", "tensor")), P(("fsdp", "tensor"), LENGTH)
+    norms = ["norm_attention"] if dims.parallel else ["norm_attention", "norm_mlp"]
+    if dims.post_norms:
+        norms += ["norm_context", "norm_down"]
     shapes: dict[str, tuple[tuple[int, ...], P]] = {name: ((embed,), P()) for name in norms}
+    if dims.head_norms:
+        names = ("query", "key", "value")[: len(dims.head_norms)]
+        shapes |= {f"norm_{name}": ((size,), P()) for name in names}
     if recipe.fused_qkv:
         shapes["qkv"] = ((embed, heads + 2 * kv_heads, size), column)
     else:
         shapes["query"] = ((embed, heads, size), column)
         shapes["key"] = shapes["value"] = ((embed, kv_heads, size), column)
-    shapes["out"] = ((heads, size, embed), P("tensor", None, "fsdp"))
+    shapes["out"] = ((heads, size, embed), P("tensor", None, _WIDTH))
     if dims.gated and recipe.fused_mlp:
-        shapes["gate_up"] = ((embed, 2, mlp), P("fsdp", None, "tensor"))
+        shapes["gate_up"] = ((embed, 2, mlp), P(up[0], None, up[1]))
     elif dims.gated:
-        shapes["gate"] = ((embed, mlp), column)
+        shapes["gate"] = ((embed, mlp), up)
     if "gate_up" not in shapes:
-        shapes["up"] = ((embed, mlp), column)
-    shapes["down"] = ((mlp, embed), row)
+        shapes["up"] = ((embed, mlp), up)
+    shapes["down"] = ((mlp, embed), down)
     if recipe.lora_rank:
         shapes |= adapter_shapes({name: shape for name, (shape, _) in shapes.items()}, recipe.lora_rank)
     if dims.family == "gpt":
@@ -88,9 +126,11 @@ def _layer_shapes(dims: Dims, recipe: Recipe, is_dense: bool = False) -> dict[st
 def _root_shapes(dims: Dims, recipe: Recipe, length: int) -> dict[str, tuple[tuple[int, ...], P]]:
     """The weights outside of layers."""
     split = None if recipe.sequence_parallel else "tensor"
-    shapes = {"embed": ((dims.vocab, dims.embed), P(split, "fsdp")), "norm": ((dims.embed,), P())}
+    shapes = {"embed": ((dims.vocab, dims.embed), P(split, _WIDTH)), "norm": ((dims.embed,), P())}
+    if dims.family == "llama" and dims.tied:
+        return shapes
     if dims.family == "llama":
-        head = P(None, ("fsdp", "tensor")) if recipe.split_vocab else P("fsdp", "tensor")
+        head = P(None, ("fsdp", "tensor")) if recipe.split_vocab else P(_WIDTH, "tensor")
         return shapes | {"head": ((dims.embed, dims.vocab), head)}
     return shapes | {"norm_bias": ((dims.embed,), P()), "positions": ((length, dims.embed), P(None, "fsdp"))}
 
@@ -100,7 +140,7 @@ def _shapes(dims: Dims, recipe: Recipe, length: int) -> dict[str, Any]:
     if recipe.fsdp:  # FSDP splits vectors
         layer, root = ({name: _vector(*item) for name, item in shapes.items()} for shapes in (layer, root))
     dense_count = dims.experts.dense_layers if dims.experts else 0
-    groups = {"layers": _stacked(layer, dims.layers - dense_count, recipe)}
+    groups = {"layers": _stacked(layer, dims.layers - dense_count, recipe, dims.period)}
     if dense_count:
         groups["dense_layers"] = _stacked(_layer_shapes(dims, recipe, is_dense=True), dense_count, recipe)
     return root | groups
@@ -117,8 +157,10 @@ def _local(shape: tuple[int, ...], spec: P, size: int) -> tuple[int, ...]:
     return tuple(length // size if axis == "tensor" else length for length, axis in zip(shape, axes, strict=False))
 
 
-def _stacked(layer: dict[str, tuple[tuple[int, ...], P]], count: int, recipe: Recipe) -> Any:
+def _stacked(layer: dict[str, tuple[tuple[int, ...], P]], count: int, recipe: Recipe, period: int = 1) -> Any:
     """The weights of so many layers."""
+    if recipe.scan and period > 1:
+        return [_stacked(layer, count // period, recipe)] * period
     if recipe.scan:
         return {name: ((count, *shape), P(None, *spec)) for name, (shape, spec) in layer.items()}
     return [layer] * count
@@ -185,7 +227,7 @@ class Decoder:
         return {name: shared(weight) if name.startswith("norm") else weight for name, weight in whole.items()}
 
     def _residual(self, x: Any) -> Any:
-        return self._constrain(x, BATCH, None, "tensor" if self.recipe.split_residual else None)
+        return self._constrain(x, BATCH, LENGTH, "tensor" if self.recipe.split_residual else None)
 
     def _norm(self, x: Any, weights: Any, name: str) -> Any:
         if self.dims.family == "gpt" and self._is_eager:
@@ -226,17 +268,24 @@ class Decoder:
             query, key, value = jnp.split(joined, (heads, heads + self.dims.kv_heads), 2)
         else:
             query, key, value = self._split("bse,ehd->bshd", x, weights, "query", "key", "value")
+        if self.dims.head_norms == "qk":
+            query, key = self._norm(query, weights, "norm_query"), self._norm(key, weights, "norm_key")
         if self.dims.family == "llama":
-            turn = rotary if self._is_eager else _rotary
+            halves = rotary if self._is_eager else _rotary
+            turn = _neighbour_rotary if self.dims.interleaved_rotary else halves
             query, key = turn(query), turn(key)
         if self.recipe.repeat_heads:
             repeats = self.dims.heads // self.dims.kv_heads
             key, value = (self._end(jnp.repeat(part, repeats, 2)) for part in (key, value))
-        names = ("query_proj", "key_proj", "value_proj")
+        names = ("query", "key", "value")
+        parts = zip((query, key, value), names, strict=True)
+        if self.dims.head_norms == "qkv":
+            parts = [(self._norm(part, weights, f"norm_{name}"), name) for part, name in parts]
         query, key, value = (
-            checkpoint_name(self._constrain(part, BATCH, None, "tensor"), name)
-            for part, name in zip((query, key, value), names, strict=True)
+            checkpoint_name(self._constrain(part, BATCH, LENGTH, "tensor"), f"{name}_proj") for part, name in parts
         )
+        # What is kept is split, too, though keys and values are gathered from it.
+        query, key, value = (self._constrain(part, BATCH, LENGTH, "tensor") for part in (query, key, value))
         return query, key, value
 
     def _hidden(self, x: Any, weights: Any) -> Any:
@@ -251,38 +300,65 @@ class Decoder:
         else:
             (up,) = self._split("bse,em->bsm", x, weights, "up")
             up = checkpoint_name(up, "mlpwi")
-            return kernel(jax.nn.gelu, up) if self._is_eager else jax.nn.gelu(up)
+            return kernel(self._activation, up) if self._is_eager else self._activation(up)
         if self._is_eager:
-            return kernel(jnp.multiply, kernel(jax.nn.silu, gate), up)
-        return jax.nn.silu(gate) * up
+            return kernel(jnp.multiply, kernel(self._activation, gate), up)
+        return self._activation(gate) * up
 
-    def _layer(self, x: Any, weights: Any, is_dense: bool = False) -> tuple[Any, None]:
+    @property
+    def _activation(self) -> Callable[[Any], Any]:
+        default = "silu" if self.dims.gated else "gelu"
+        return {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}[self.dims.activation or default]
+
+    def _attention(self, normed: Any, weights: Any, window: int) -> Any:
+        whole = self._constrain(normed, BATCH, LENGTH, None) if self.recipe.gather_once else normed
+        heads = self._heads(whole, weights)
+        context = self._end(attend(self.platform, self.recipe.tpu_kernel, *heads, window))
+        context = self._constrain(context, BATCH, LENGTH, "tensor")
+        out = checkpoint_name(self._dense("bshd,hde->bse", context, weights, "out"), "out_proj")
+        return self._residual(self._norm(out, weights, "norm_context") if self.dims.post_norms else out)
+
+    def _mlp(self, normed: Any, weights: Any) -> Any:
+        hidden = self._constrain(self._hidden(normed, weights), BATCH, LENGTH, "tensor")
+        down = checkpoint_name(self._dense("bsm,me->bse", hidden, weights, "down"), "mlpwo")
+        return self._residual(self._norm(down, weights, "norm_down") if self.dims.post_norms else down)
+
+    def _layer(self, x: Any, weights: Any, is_dense: bool = False, window: int = 0) -> tuple[Any, None]:
         weights = self._whole(weights, _layer_shapes(self.dims, self.recipe, is_dense))
         if expert_layer := _expert_layer(self.dims, self.recipe, self.platform, is_dense):
             return expert_layer(x, weights), None
         x = checkpoint_name(self._residual(x), "decoder_layer_input")
         normed = self._residual(self._norm(x, weights, "norm_attention"))
-        whole = self._constrain(normed, BATCH, None, None) if self.recipe.gather_once else normed
-        context = self._end(attend(self.platform, self.recipe.blocks, *self._heads(whole, weights)))
-        context = self._constrain(context, BATCH, None, "tensor")
-        out = self._residual(checkpoint_name(self._dense("bshd,hde->bse", context, weights, "out"), "out_proj"))
+        out = self._attention(normed, weights, window)
+        if self.dims.parallel:
+            return self._residual(self._mlp(normed, weights) + out + x), None
         x = self._end(x + out)
         normed = self._residual(self._norm(x, weights, "norm_mlp"))
-        hidden = self._constrain(self._hidden(normed, weights), BATCH, None, "tensor")
-        down = self._residual(checkpoint_name(self._dense("bsm,me->bse", hidden, weights, "down"), "mlpwo"))
-        return self._residual(self._end(x + down)), None
+        return self._residual(self._end(x + self._mlp(normed, weights))), None
+
+    def _period(self, x: Any, layers: Any) -> tuple[Any, None]:
+        """One round of the loop over layers, of which the last one sees all tokens."""
+        for index, weights in enumerate(layers):
+            x, _ = self._layer(x, weights, window=self._window(index))
+        return x, None
+
+    def _window(self, index: int) -> int:
+        return 0 if (index + 1) % self.dims.period == 0 else self.dims.window
 
     def _layers(self, x: Any, weights: Any, is_dense: bool = False) -> Any:
         layer: Callable[..., Any] = functools.partial(self._layer, is_dense=is_dense)
-        policy = POLICIES[self.remat]()
+        if self.dims.period > 1:
+            layer = self._period
+        policy = policy_of(self.remat)
         if self.recipe.fsdp:
             policy = with_strategy(policy, self.recipe.fsdp)
         if self.remat != "none" or self.recipe.fsdp in ("FULL_SHARD", "fully_shard"):
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=not self.recipe.scan)
         if self.recipe.scan:
             return jax.lax.scan(layer, x, weights)[0]
-        for layer_weights in weights:
-            x, _ = layer(x, layer_weights)
+        period = self.dims.period
+        for index in range(0, len(weights), period):
+            x, _ = layer(x, weights[index : index + period] if period > 1 else weights[index])
         return x
 
     def loss(self, weights: Any, tokens: Any, targets: Any) -> Any:
@@ -302,15 +378,11 @@ class Decoder:
         if "dense_layers" in weights:
             x = self._layers(x, weights["dense_layers"], is_dense=True)
         x = self._layers(x, weights["layers"])
+        if self.recipe.vocab_tiles > 1:
+            return self._tiled_loss(x, weights, targets)
         x = self._norm(x, root, "norm")
-        head = table.T if self.dims.family == "gpt" else root["head"]
-        if self.recipe.float32_logits:
-            x, head = x.astype(jnp.float32), head.astype(jnp.float32)
-        (logits,) = self._split("bse,ev->bsv", x, {"head": head}, "head")
-        if self.recipe.sequence_parallel:
-            logits = self._fence(whole_of(logits, 2))
-        spec = ("data", None, ("fsdp", "tensor")) if self.recipe.split_vocab else (BATCH, None, "tensor")
-        return self._mean_loss(self._fence(self._constrain(logits, *spec)), targets)
+        spec = ("data", LENGTH, ("fsdp", "tensor")) if self.recipe.split_vocab else (BATCH, LENGTH, "tensor")
+        return self._mean_loss(self._fence(self._constrain(self._logits(x, root), *spec)), targets)
 
     def _mean_loss(self, logits: Any, targets: Any) -> Any:
         if not self.recipe.loss_dtype:
@@ -321,6 +393,34 @@ class Decoder:
             wide = jax.lax.optimization_barrier(jax.lax.stop_gradient(logits).astype(jnp.float32))
             loss = loss + 0.0 * jnp.sum(log_softmax(wide))
         return loss
+
+    def _logits(self, x: Any, root: Any) -> Any:
+        head = root["head"] if "head" in root else root["embed"].T
+        if self.recipe.float32_logits:
+            x, head = x.astype(jnp.float32), head.astype(jnp.float32)
+        if self.recipe.sequence_parallel:
+            (logits,) = self._split("bse,ev->bsv", x, {"head": head}, "head")
+            return self._fence(whole_of(logits, 2))
+        logits = x @ head
+        return logits * self.dims.embed**-0.5 if self.dims.tied else logits
+
+    def _tiled_loss(self, x: Any, weights: Any, targets: Any) -> Any:
+        """The loss of one part of the batch after the other, with logits that the backward pass computes again."""
+        specs = {"norm": P(), "head": P(None, "tensor"), "embed": P("tensor", None)}
+        names = ("norm", "head" if "head" in weights else "embed")
+        root = {name: self._constrain(weights[name], *specs[name]) for name in names}
+        tiles = self.recipe.vocab_tiles
+        rows = self._constrain(self._residual(x).reshape(tiles, -1, x.shape[-1]), None, _ROWS, "tensor")
+        labels = self._constrain(targets.reshape(tiles, -1), None, _ROWS)
+
+        def add(total: Any, tile: Any) -> tuple[Any, None]:
+            x, targets = self._constrain(tile[0], _ROWS, "tensor"), self._constrain(tile[1], _ROWS)
+            whole = jax.tree.map(lambda weight: weight.astype(jnp.bfloat16), root)
+            logits = self._constrain(self._logits(self._norm(x, whole, "norm"), whole), _ROWS, "tensor")
+            return total + jnp.sum(_cross_entropy(logits.astype(jnp.float32), targets)), None
+
+        total, _ = jax.lax.scan(jax.checkpoint(add, prevent_cse=False), jnp.zeros(()), (rows, labels))
+        return total / targets.size
 
     def step(self, weights: Any, state: Any, tokens: Any, targets: Any) -> tuple[Any, Any, Any]:
         """Loss, gradients, clipping and Adam; `state` is a count and two trees of moments."""
@@ -411,12 +511,12 @@ class Decoder:
         if self.recipe.fused_adam:
             return self._fused_adam(count, weight, gradient, first, second)
         fence = self._fence
-        first = fence(fence(0.9 * first) + 0.1 * gradient)
+        dtype, first = first.dtype, fence(fence(0.9 * first) + 0.1 * gradient)
         second = fence(fence(0.95 * second) + 0.05 * gradient * gradient)
         root = fence(fence(fence(jnp.sqrt(second)) / jnp.sqrt(1 - 0.95**count)) + 1e-8)
         if self.recipe.weight_decay:
             weight = fence(weight * (1 - 1e-5))
-        return fence(weight - 1e-4 * first / (1 - 0.9**count) / root), first, second
+        return fence(weight - 1e-4 * first / (1 - 0.9**count) / root), first.astype(dtype), second
 
     def _fused_adam(self, count: Any, weight: Any, gradient: Any, first: Any, second: Any) -> tuple[Any, Any, Any]:
         """AdamW as one kernel, in float32 whatever it reads and writes."""
@@ -428,9 +528,10 @@ class Decoder:
         return weight, first, second
 
 
-def state_shapes(weights: Any) -> tuple[Any, Any, Any]:
+def state_shapes(weights: Any, recipe: Recipe) -> tuple[Any, Any, Any]:
     """The optimizer's state of weights of these shapes."""
-    return jax.ShapeDtypeStruct((), jnp.float32), weights, weights
+    first = jax.tree.map(lambda weight: jax.ShapeDtypeStruct(weight.shape, recipe.moment_dtype), weights)
+    return jax.ShapeDtypeStruct((), jnp.float32), first, weights
 
 
 def _rotary(x: Any) -> Any:
@@ -439,6 +540,16 @@ def _rotary(x: Any) -> Any:
     sin, cos = jnp.sin(angles)[None, :, None], jnp.cos(angles)[None, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, -1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+
+
+def _neighbour_rotary(x: Any) -> Any:
+    length, size = x.shape[1], x.shape[-1]
+    angles = jnp.arange(length)[:, None] / (10_000 ** (jnp.arange(size // 2) / (size // 2)))
+    sin, cos = jnp.sin(angles)[None, :, None], jnp.cos(angles)[None, :, None]
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
+    first, second = pairs[..., 0], pairs[..., 1]
+    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    return turned.reshape(x.shape)
 
 
 def _cross_entropy(logits: Any, targets: Any) -> Any:

@@ -110,7 +110,9 @@ class ExpertLayer:
         )
         key = jnp.concatenate([both[..., :size], jnp.broadcast_to(turned, (*both.shape[:-1], turned.shape[-1]))], -1)
         query = jnp.concatenate([query[..., :size], self.rotary(query[..., size:])], -1)
-        context = attend(self.platform, self.recipe.blocks, _heads(query), _heads(key), both[..., size:])
+        if self.platform == "tpu":
+            query = query * query.shape[-1] ** -0.5
+        context = attend(self.platform, self.recipe.tpu_kernel, _heads(query), _heads(key), both[..., size:])
         return _residual(jnp.einsum("bshd,hde->bse", _heads(context), weights["out"]))
 
     def _shared(self, x: Any, weights: dict[str, Any]) -> Any:

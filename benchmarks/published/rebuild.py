@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from published.adapters import parted
-from published.attention import BATCH, RATES
+from published.attention import BATCH, LENGTH, RATES, causal_share
 from published.decoder import Decoder, state_shapes, weight_shapes, weight_specs
 from published.rows import Row
 from shardrules.programs.compiled.collectives import Collective, find_collectives
@@ -113,7 +113,7 @@ def _arguments(row: Row) -> tuple[Any, ...]:
         shape = (row.recipe.accumulations, *shape)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
     trained = parted(weights)[0] if row.recipe.lora_rank else weights
-    return weights, state_shapes(trained), tokens, tokens
+    return weights, state_shapes(trained, row.recipe), tokens, tokens
 
 
 def _has_batches(row: Row) -> bool:
@@ -126,7 +126,7 @@ def audit(row: Row, decoder: Decoder) -> sr.reports.AuditReport:
     mesh = sr.mesh_shape(",".join(f"{axis}:{size}" for axis, size in row.mesh.items()))
     arguments = _arguments(row)
     plan = sr.SpecTreeShardingRule(weight_specs(row.dims, row.recipe, row.length)).plan(arguments[0], mesh)
-    spec = P(None, BATCH) if _has_batches(row) else P(BATCH)
+    spec = P(None, BATCH, LENGTH) if _has_batches(row) else P(BATCH, LENGTH)
     return sr.audit(
         decoder.step,
         *arguments,
@@ -150,6 +150,8 @@ def _model(row: Row, text: str, mesh: Any) -> StepTime:
         facts = KernelFacts(calls=find_kernel_calls(step))
     attention, hardware = row.recipe.attention, slowest_of(row.hardware, row.device_count)
     matmuls = tuple(_at_rate(matmul, attention, hardware) for matmul in find_matmuls(program, facts))
+    if target.platform == "tpu" and not row.recipe.tpu_kernel.is_splash:
+        matmuls = tuple(map(_causal, matmuls))
     collectives = find_collectives(program, devices, target)
     if row.recipe.sequence_parallel:
         program = _waiting(program, [each for each in collectives if each.axes == ("tensor",)])
@@ -212,6 +214,15 @@ def _over_pairs(collective: Collective, pair_bytes: float, hardware: sr.Hardware
         for sheet in (hardware, linked)
     )
     return attrs.evolve(collective, wire_bytes=round(collective.wire_bytes * max(1.0, paired / switched)))
+
+
+def _causal(matmul: Matmul) -> Matmul:
+    """Attention of `flash_attention` without the blocks of scores that a causal mask leaves out."""
+    if not is_attention(matmul):
+        return matmul
+    share = causal_share(len(matmul.products), matmul.products[0].n)
+    products = tuple(attrs.evolve(product, batch=round(product.batch * share)) for product in matmul.products)
+    return attrs.evolve(matmul, flops=sum(product.flops for product in products), products=products)
 
 
 def _slug(name: str) -> str:

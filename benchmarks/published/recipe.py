@@ -5,7 +5,7 @@ from typing import Any, final
 import attrs
 import jax
 
-from published.attention import Blocks
+from published.attention import TpuKernel
 
 _PROJECTIONS = ("query_proj", "key_proj", "value_proj", "qkv_proj")
 
@@ -46,6 +46,32 @@ POLICIES: dict[str, Any] = {
     "qkv_proj_offloaded": _offloaded,
 }
 """What the backward pass keeps, by MaxText's names. `none` recomputes nothing, `full` all of a layer but its input."""
+
+PLACES = ("remat", "device", "offload")
+"""Where a tensor is until the backward pass, by MaxText's names: computed again, kept, or in the memory of the host."""
+
+
+def policy_of(remat: str) -> Any:
+    """The policy of a name in `POLICIES`, or of MaxText's `custom` with tensors: "custom out_proj=offload".
+
+    An unknown policy or place raises `ValueError`.
+    """
+    name, *tensors = remat.split()
+    if name != "custom":
+        if remat not in POLICIES:
+            raise ValueError(f"unknown remat {remat!r}; known are {', '.join(POLICIES)}, custom NAME=PLACE ...")
+        return POLICIES[remat]()
+    places = [tensor.partition("=")[::2] for tensor in tensors]
+    if wrong := sorted({place for _, place in places} - set(PLACES)):
+        raise ValueError(f"unknown place {', '.join(map(repr, wrong))}; known are {', '.join(PLACES)}")
+    kept, offloaded = ([tensor for tensor, at in places if at == place] for place in PLACES[1:])
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=kept,
+        names_which_can_be_offloaded=offloaded,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "fully_shard")
 """Of FSDP: the first gathers weights again for the backward pass, the second keeps them. `fully_shard`, its successor,
@@ -128,7 +154,17 @@ class Recipe:
     accumulations: int = 1
     """Batches of the row's size whose gradients one step adds up."""
 
-    blocks: Blocks = (512, 512, 512, 512)
+    tpu_kernel: TpuKernel = TpuKernel()
+    hidden_split: bool = False
+    """`fsdp` splits the hidden width in the weights of MLPs, and not the model's: MaxText's axis `fsdp_transpose`."""
+
+    vocab_tiles: int = 1
+    """The parts of a batch whose logits are computed one after the other, with a table that is gathered once and in
+    float32 (MaxText's `num_vocab_tiling`)."""
+
+    moment_dtype: str = "float32"
+    """Of Adam's first moment (MaxText's `mu_dtype`)."""
+
     flags: str = ""
     """Compiler flags, as `shardrules.Target` takes them."""
 

@@ -6,10 +6,11 @@ A row is a table `[[rows]]`:
 - `target`: as `"tpu:v5e:16x16:2"`, two slices of 256 chips.
 - `model`: the name of a table `[models.NAME]` with the dimensions of a decoder (`Dims`); where its layers are of
     experts it has a table `[models.NAME.experts]` (`ExpertDims`).
-- `mesh`: the sizes of `data`, `fsdp` and `tensor`; the others are 1. Sequences are split over `data` and `fsdp`.
-- `batch`, `length`: sequences for each device, and tokens of each. With `tensor`, the devices that share a sequence
-    take as many as they are times `batch`; with `batch_per = "data rank"` they take `batch` together.
-- `remat`: what the backward pass keeps, by MaxText's names (`POLICIES`).
+- `mesh`: the sizes of `data`, `fsdp`, `context` and `tensor`; the others are 1. Batches are split over `data` and
+    `fsdp`, sequences over `context`.
+- `batch`, `length`: sequences for each device, and tokens of each. The devices that share a sequence (`context`,
+    `tensor`) take as many as they are times `batch`; with `batch_per = "data rank"` they take `batch` together.
+- `remat`: what the backward pass keeps, by MaxText's names (`policy_of`).
 - `seconds`: what one step took. A row without is a prediction. One with it says how that is known: `source` and its
     `commit`, at which the configuration was read; `tokens` of a step, as the source has them; and `known`, which is
     "printed", or "derived" with `formula`: what seconds follow from, and the commit at which that was in force. In an
@@ -32,16 +33,16 @@ from typing import TYPE_CHECKING, Any, final
 import attrs
 import jax
 
-from published.attention import RATES
+from published.attention import RATES, TpuKernel
 from published.decoder import Dims, weight_shapes
 from published.experts import ExpertDims
-from published.recipe import POLICIES, STRATEGIES, Recipe
+from published.recipe import STRATEGIES, Recipe, policy_of
 
 if TYPE_CHECKING:
     import shardrules as sr
 
 FILE = Path(__file__).with_name("rows.toml")
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 BATCHES = ("device", "data rank")
 EVIDENCE = ("printed", "derived", "guessed")
 
@@ -60,7 +61,7 @@ class Row:
     model: str
     dims: Dims
     mesh: Mapping[str, int]
-    batch: int
+    batch: float
     length: int
     remat: str
     recipe: Recipe
@@ -84,7 +85,8 @@ class Row:
     @property
     def sequences(self) -> int:
         """The sequences of one batch, over all devices."""
-        ranks = self.device_count // (self.mesh["tensor"] if self.batch_per == "data rank" else 1)
+        shared = self.mesh["context"] * self.mesh["tensor"]
+        ranks = self.device_count // (shared if self.batch_per == "data rank" else 1)
         return round(self.batch * ranks)
 
     @property
@@ -122,8 +124,10 @@ class Row:
             problems.append(str(error))
         if count not in (None, self.device_count):
             problems.append(f"mesh {dict(self.mesh)} has {self.device_count} devices, target {self.target} {count}")
-        if self.remat not in POLICIES:
-            problems.append(f"unknown remat {self.remat!r}; known are {', '.join(POLICIES)}")
+        try:
+            policy_of(self.remat)
+        except ValueError as error:
+            problems.append(str(error))
         names = ("batch", "length", *(name for name in ("seconds", "first") if getattr(self, name) is not None))
         problems += [
             f"{name} must be positive, got {getattr(self, name)}" for name in names if not getattr(self, name) > 0
@@ -136,18 +140,22 @@ class Row:
             problems.append(f"unknown attention {self.recipe.attention!r}; known are {', '.join(RATES)}")
         problems += [*self._fsdp_problems, *self._expert_problems]
         dims, tensor, fsdp = self.dims, self.mesh["tensor"], self.mesh["fsdp"]
+        width = fsdp * self.mesh["context"]
         splits = {
             "heads": tensor,
             "kv_heads": tensor,
-            "mlp": tensor,
+            "mlp": fsdp * tensor if self.recipe.hidden_split else tensor,
             "vocab": fsdp * tensor if self.recipe.split_vocab else tensor,
-            "embed": fsdp * tensor if self.recipe.transposed else math.lcm(fsdp, tensor),
+            "embed": width * tensor if self.recipe.transposed else math.lcm(width, tensor),
+            "layers": dims.period,
         }
         problems += [
             f"{name} {getattr(dims, name)} is not divisible by {size}, the devices that split it"
             for name, size in splits.items()
             if getattr(dims, name) % size
         ]
+        if self.length % (2 * self.mesh["context"]):
+            problems.append(f"length {self.length} is not divisible by two parts for each device of context")
         if dims.heads % dims.kv_heads:
             problems.append(f"heads {dims.heads} are not a multiple of kv_heads {dims.kv_heads}")
         return problems
@@ -268,9 +276,9 @@ def _row(entry: dict[str, Any], models: Mapping[str, Any], recipes: Mapping[str,
     name = next((name for name in names if name in recipes), None)
     if name is None:
         raise RowError(f"no recipe {' or '.join(map(repr, names))}; known are {', '.join(recipes)}")
-    fields: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in _merged(recipes, name).items()
-    }
+    fields: dict[str, Any] = dict(_merged(recipes, name))
+    if "tpu_kernel" in fields:
+        fields["tpu_kernel"] = TpuKernel(**fields["tpu_kernel"])
     dims = dict(models[str(model)])
     if "experts" in dims:
         dims["experts"] = ExpertDims(**dims["experts"])

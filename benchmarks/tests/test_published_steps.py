@@ -48,6 +48,10 @@ tokens = 524288
 known = "printed"
 """
 H200 = sr.Hardware.named("cuda:h200")
+NAMES = [
+    *("toy", "toy, eager", "toy, experts", "toy, compiled", "toy, adapters"),
+    *("toy, parallel", "toy, windows", "toy, context"),
+]
 FIGURE = {"order": "", "chip": "tpu:v5e", "seconds": 60.0, "compiled": True, "kind": "dense"}
 
 
@@ -55,8 +59,7 @@ def test_smoke_run_rebuilds_toys_and_keeps_their_programs(tmp_path: Path) -> Non
     done = run("published_steps.py", "--smoke", "--json", "--texts", str(tmp_path))
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
-    names = ["toy", "toy, eager", "toy, experts", "toy, compiled", "toy, adapters"]
-    assert [row["name"] for row in figures["rows"]] == names
+    assert [row["name"] for row in figures["rows"]] == NAMES
     assert all(row["predicted"] > 0 for row in figures["rows"])
     assert all(row["communication"] > 0 for row in figures["rows"] if row["devices"] > 1)
     assert all(row["memory"] > 0 and row["ratio"] is None for row in figures["rows"])
@@ -104,8 +107,8 @@ def test_rows_that_cannot_be_rebuilt_are_all_listed(tmp_path: Path) -> None:
     assert done.returncode == 2
     for text in (
         "mine 0: unknown model '17B'; known are Llama2-7B, Llama2-13B",
-        "mine 1: mesh {'data': 1, 'fsdp': 128, 'tensor': 1} has 128 devices, target tpu:v5e:16x16 256",
-        "mine 2: mesh 'expert:256' has 'expert:256', which is not the size of one of data, fsdp, tensor",
+        "mine 1: mesh {'data': 1, 'fsdp': 128, 'context': 1, 'tensor': 1} has 128 devices, target tpu:v5e:16x16 256",
+        "mine 2: mesh 'expert:256' has 'expert:256', which is not the size of one of data, fsdp, context, tensor",
         "mine 3: unknown remat 'some'; known are none, full, minimal",
         "mine 4: no recipe 'tpu:v9' or 'tpu'",
         "mine 5: heads 64 is not divisible by 96",
@@ -172,7 +175,7 @@ def test_the_input_of_attention_is_gathered_once_if_a_recipe_says_so(monkeypatch
     def constraints(gather_once: bool) -> int:
         recipe = attrs.evolve(toy.recipe, gather_once=gather_once)
         decoder = decoders.Decoder(toy.dims, recipe, "cpu", "full")
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))):
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, 2, 1, 2), rows.AXES)):
             return str(jax.make_jaxpr(decoder.loss)(weights, tokens, tokens)).count("sharding_constraint")
 
     assert constraints(gather_once=True) == constraints(gather_once=False) + 1
@@ -353,7 +356,66 @@ def test_kernels_of_pytorch_compute_what_they_are_named_for(monkeypatch: pytest.
 def test_published_rows_are_read() -> None:
     done = run("published_steps.py", "--row", "99")
     assert done.returncode == 2
-    assert "no row 99; the rows are 13; 40; 42, 16 GPUs; 42, 32 GPUs" in done.stderr
+    assert "no row 99; the rows are 1; 4; 6; 13; 15, 1 slice; 15, 2 slices" in done.stderr
+    named = runpy.run_path(str(BENCHMARKS / "published_steps.py"))["is_named"]
+    assert [name for name in ("4", "44", "4, again") if named(name, "4")] == ["4", "4, again"]
+
+
+def test_tensors_are_kept_where_custom_remat_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    recipe = importlib.import_module("published.recipe")
+    with pytest.raises(ValueError, match=r"unknown place 'disk'; known are remat, device, offload"):
+        recipe.policy_of("custom out_proj=disk")
+    with pytest.raises(ValueError, match=r"unknown remat 'some'; known are none, full"):
+        recipe.policy_of("some")
+
+    def loss(x: Any) -> Any:
+        for name in "abc":
+            x = jax.ad_checkpoint.checkpoint_name(jnp.sin(x), name)
+        return jnp.sum(jnp.sin(x))
+
+    def gradient(remat: str) -> str:
+        return str(jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=recipe.policy_of(remat))))(jnp.ones(8)))
+
+    assert "f32<host>[8]" in gradient("custom a=device b=offload c=remat")
+    assert "<host>" not in gradient("custom a=device b=remat")
+
+
+def test_devices_of_a_sequence_see_as_much_as_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    attention = importlib.import_module("published.attention")
+    length, devices = 64, 4
+    mask = attention._BalancedMask(length, devices)
+    causal = np.tril(np.ones((length, length), bool))
+    np.testing.assert_array_equal(mask[:, :], attention.balanced(causal, devices))
+    np.testing.assert_array_equal(mask[:8, 32:40], np.zeros((8, 8), bool))
+    assert {part.sum() for part in np.split(mask[:, :], devices)} == {length * (length + 1) // 2 // devices}
+    assert (attention.causal_share(2, 2048), attention.causal_share(3, 2048)) == (10 / 16, 6 / 8)
+    rows = jnp.arange(length)
+    np.testing.assert_array_equal(attention._contiguous(attention.balanced(rows, devices), devices, 0), rows)
+
+
+def test_tiles_and_periods_compute_what_whole_steps_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    rows, decoders = (importlib.import_module(f"published.{name}") for name in ("rows", "decoder"))
+    smoke = rows.read_rows([BENCHMARKS / "published" / "smoke.toml"])
+    (row,) = (row for row in smoke if row.name == "toy, windows")
+    tokens = jnp.arange(64).reshape(2, 32)
+
+    def loss(**changes: Any) -> Any:
+        recipe = attrs.evolve(row.recipe, constraints=False, **changes)
+        shapes = decoders.weight_shapes(row.dims, attrs.evolve(recipe, scan=True), 32)
+        keys = iter(jax.random.split(jax.random.key(0), 99))
+        weights = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape) / 8, shapes)
+        if not recipe.scan:
+            stacks = weights["layers"]
+            weights["layers"] = [
+                jax.tree.map(lambda leaf, index=index: leaf[index], stack) for index in range(2) for stack in stacks
+            ]
+        return decoders.Decoder(row.dims, recipe, "cpu", "full").loss(weights, tokens, tokens)
+
+    whole = loss(vocab_tiles=1)
+    np.testing.assert_allclose([loss(), loss(scan=False)], [whole, whole], rtol=1e-2)
 
 
 @pytest.mark.parametrize(
