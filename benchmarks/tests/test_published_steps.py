@@ -255,7 +255,7 @@ def test_adapters_alone_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     trained, frozen = adapters.parted(weights)
     assert jax.tree.structure(adapters.merged(trained, frozen)) == jax.tree.structure(weights)
     assert {leaf.shape for leaf in jax.tree.leaves(trained)} >= {(64, 4), (4, 8, 16), (4, 16, 4), (4, 2, 128)}
-    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), decoders.state_shapes(trained))
+    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), decoders.state_shapes(trained, toy.recipe))
     tokens = jnp.zeros((2, 1, 32), jnp.int32)
     step = jax.jit(decoders.Decoder(toy.dims, toy.recipe, "cpu", "none").step)
     new, _, _ = step(weights, state, tokens, tokens)

@@ -105,13 +105,16 @@ def call_cost(computation: Computation, instruction: Instruction, facts: KernelF
     # Compilers for GPUs do not print the estimate of a kernel's author, and JAX still knows it.
     call = _call_of(computation, instruction, facts)
     products = _formula_products(names, operands, instruction, None if call is None else call.block_count)
+    is_masked = any(name.startswith("splash_") for name in names)
     estimate = find_config(instruction.backend_config, "cost_estimate")
     if estimate and "flops" in estimate:
         nbytes = int(estimate.get("bytes_accessed", 0))
-        return CallCost(int(estimate["flops"]), products or (), nbytes or None, "estimate")
+        return CallCost(int(estimate["flops"]), products or (), nbytes or None, "estimate", is_masked)
     if call is not None and call.flops is not None:
-        return CallCost(call.flops, products or (), call.nbytes or None, "estimate")
-    return None if products is None else CallCost(sum(each.flops for each in products), products, None, "formula")
+        return CallCost(call.flops, products or (), call.nbytes or None, "estimate", is_masked)
+    if products is None:
+        return None
+    return CallCost(sum(each.flops for each in products), products, None, "formula", is_masked)
 
 
 def _formula_products(
@@ -273,6 +276,9 @@ def _splash(call: _NamedCall) -> tuple[Product, ...] | None:
     height = int(settings.get(f"block_q{suffix}") or query[0] // max(1, rows))
     width = int(settings.get(f"block_kv{suffix}") or key[0] // max(1, columns))
     total = mask_heads * rows * columns if call.block_count is None else call.block_count
+    # A block is computed in parts, one after the other.
+    part = min(width, int(settings.get(f"block_kv{suffix}_compute") or width))
+    total, width = total * (width // max(1, part)), part
     # A mask for one head is for all of them. A batch is an additional leading dim.
     heads = math.prod(floats[0].shape[:-2])
     count = total * heads // max(1, mask_heads)

@@ -60,7 +60,7 @@ class Matmul:
     origin: Origin = "library"
     """Who says what it computes: the program, the author of a kernel, a formula for its name, or the user."""
     is_masked: bool = False
-    """It is attention that leaves scores out."""
+    """It is attention that leaves scores out. Where a mask is read, as on TPUs, each product is a block of scores."""
 
     @property
     def total_flops(self) -> int:

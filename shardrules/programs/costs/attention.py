@@ -78,7 +78,8 @@ def attention_seconds(matmul: Matmul, hardware: Hardware) -> float:
         # A core of all TPUs since the v4 has four units for matmuls.
         cores = max(1, round(hardware.flops_per_second("bf16") / (2 * 4 * tile**2 * hardware.clock_hertz)))
         score_count = scores.batch * scores.m * scores.n
-        blocks = max(scores.batch, score_count / 512**2)  # a kernel does not say how large its blocks are
+        # Kernels without a mask do not say how large their blocks are.
+        blocks = scores.batch if matmul.is_masked else max(scores.batch, score_count / 512**2)
         vector = score_count / 1024 * _VECTOR_CYCLES[tile][phase]
         around = blocks * _BLOCK_CYCLES[phase]
         return max(padded / peak, vector / cores / hardware.clock_hertz) + around / cores / hardware.clock_hertz

@@ -73,6 +73,17 @@ def test_attention_is_slower_than_its_matmuls(name: str, matmuls: int) -> None:
     assert attention_seconds(large, hardware) >= 63 * attention_seconds(small, hardware)
 
 
+def test_large_blocks_cost_their_cycles_once() -> None:
+    v6e = sr.Hardware.named("tpu:v6e")
+    large, small = (
+        attention(size, batch=count, op="tpu_custom_call", is_masked=True) for size, count in ((2048, 16), (512, 256))
+    )
+    unknown = attrs.evolve(large, is_masked=False)  # it may work on blocks of any size
+    assert large.flops == small.flops
+    assert attention_seconds(large, v6e) < 0.95 * attention_seconds(small, v6e)
+    assert attention_seconds(unknown, v6e) == attention_seconds(small, v6e)
+
+
 def test_blocks_cost_cycles_of_their_own_on_tpus() -> None:
     v5e = sr.Hardware.named("tpu:v5e")
     large = attention(512, batch=16, op="tpu_custom_call")
