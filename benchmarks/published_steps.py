@@ -6,8 +6,8 @@ present, with the flags of its authors, and modelled. `ratio` is predicted over 
 on these rows: its figures come from micro-benchmarks. Rows with an `order` are layouts of one model on one machine, of
 which the order is tested, and for some how many times as long as the fastest the others take.
 
-**Last answer.** 2026-11-28, 2 busy cores of an Intel Xeon, JAX 0.10.2. Over 31 steps of dense models the median error is
-6.6 %, the 90th percentile 16.8 %, the worst 30.1 % and the mean of the signed errors +0.2 %; as first predicted, 22
+**Last answer.** 2026-11-28, 2 busy cores of an Intel Xeon, JAX 0.10.2. Over 31 steps of dense models the median error
+is 6.6 %, the 90th percentile 16.8 %, the worst 30.1 % and the mean of the signed errors +0.2 %; as first predicted, 22
 steps had 10.0 %, 21.9 %, 32.3 % and +2.0 %. The table, and where the worst are off, is in "How far to believe the
 times". The limits below are missed in the median, at the 90th percentile, in the worst step, in the median of v6e
 (8.4 %), and for four of six peaks. The orders R1, R4 and R5 are right. Steps on GPUs compile in 5 to 70 s, those of

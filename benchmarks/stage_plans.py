@@ -40,9 +40,6 @@ MOST_SLOW_EFFORT = 1.3
 STAGES = (1, 2, 4, 8)
 """The numbers of stages that are asked for where the network is slow."""
 
-SHORT_SECONDS = 40.0
-"""What a search may take of a core whatever it takes without stages; chosen by hand: a few plans with an axis more."""
-
 MOST_SECONDS = {"8B on 64": 120.0}
 """What a search may take of a core: for 32 layers on 64 devices, with everything left to choose."""
 
@@ -180,8 +177,7 @@ def missed(figures: list[dict[str, Any]]) -> list[str]:
     for figure in figures:
         if figure["ratio"] > 1 + TOLERANCE:
             lines.append(f"{figure['name']}: with stages allowed {figure['ratio']:.3f} x the best plan")
-        is_long = figure["processor_seconds"] > SHORT_SECONDS
-        if is_long and figure["effort"] > (MOST_SLOW_EFFORT if figure["is_slow"] else MOST_EFFORT):
+        if figure["effort"] > (MOST_SLOW_EFFORT if figure["is_slow"] else MOST_EFFORT):
             lines.append(f"{figure['name']}: the search took {figure['effort']:.2f} x that without stages")
         if figure["processor_seconds"] > MOST_SECONDS.get(figure["name"], math.inf):
             lines.append(f"{figure['name']}: the search took {figure['processor_seconds']:.0f} s of a core")
