@@ -42,8 +42,8 @@ class LayerLoop:
         """The first inputs of the program, by index, that flow into each float before the loop."""
         sources = {var: frozenset((index,)) for index, var in enumerate(self.inputs[:count])}
         for equation in self.before.eqns:
-            found = frozenset(index for var in reads([equation]) for index in sources.get(var, ()))
-            sources |= {var: found for var in equation.outvars if is_float(var)}
+            origins = frozenset(index for var in reads([equation]) for index in sources.get(var, ()))
+            sources |= {var: origins for var in equation.outvars if is_float(var)}
         return sources
 
     @classmethod
