@@ -28,10 +28,10 @@ def test_most_compiled_peaks_are_in_the_range(
     cases = rules.read_cases((*PROGRAMS, *BEYOND), sr.Target.parse(device), sr.mesh_shape(rules.MESH))
     plans = [point for case in cases for point in rules.points(case)]
     free = [point for point in plans if point.row.limit_bytes is None and point.row.program in PROGRAMS]
-    # Some take more than their range says, and still none is called certain to fit where it does not.
-    assert any(point.excess > 1 for point in plans)
     assert not any(point.is_misjudged for point in plans)
     if jax.__version_info__ < (0, 11):  # others trace to other operations, for which the table has no layouts
+        # Some take more than their range says, and still none is called certain to fit where it does not.
+        assert any(point.excess > 1 for point in plans)
         assert len(free) >= 14
         assert sum(point.is_inside for point in free) >= share * len(free)
     assert free
