@@ -53,7 +53,7 @@ class PipelineSchedule:
     `ConfigError`, which lists everything that is wrong.
 
     ```python
-    schedule = sr.PipelineSchedule("1f1b", stages=2, microbatches=3)
+    schedule = sr.reports.PipelineSchedule("1f1b", stages=2, microbatches=3)
     print(schedule)
     # 1f1b: 2 stages, 3 microbatches; bubble 25.0%, live microbatches at most 2 1
     # stage 0 | F0 F1 .. B0--- F2 B1--- .. B2---

@@ -1,0 +1,404 @@
+"""`SyncPlan`: the report of a sync, before anything moves."""
+
+import functools
+import hashlib
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, final
+
+import attrs
+import numpy as np
+
+from shardrules.core.finding import common_path, shape_text, template
+from shardrules.core.storage.records import Format
+from shardrules.core.text import bytes_text
+from shardrules.core.views.table import MOST_ROWS, aligned
+from shardrules.moves.sync.arrays import Arrays
+from shardrules.moves.sync.flows import Flow, Routes, itemsize
+from shardrules.moves.sync.match import Matches
+from shardrules.moves.sync.rounds import Deliveries
+from shardrules.moves.sync.strided import SOURCE, TARGET, Step
+from shardrules.moves.sync.table import NameTable
+
+_FORMAT = Format("shardrules_sync", 1)
+
+_HEAD = ("target", "source", "operations", "shape", "dtype", "from", "to", "moves", "stays")
+_RIGHT = (7, 8)
+
+
+class Links(Protocol):
+    """The figures of a `Hardware` that a sync reads."""
+
+    @property
+    def link_bytes_per_second(self) -> float: ...
+
+    @property
+    def link_latency_seconds(self) -> float: ...
+
+    @property
+    def network_bytes_per_second(self) -> float: ...
+
+    @property
+    def network_latency_seconds(self) -> float: ...
+
+
+@final
+@attrs.frozen
+class Transfer:
+    """A part of one array on its way from one device to another.
+
+    `source_slices` are positions in the shard of the source device: of each dim a slice, or several one after the other
+    where the part is strided more than once. The part has the shape of `source_slices`; the operations of its line make
+    what `target_slices` are filled with.
+    """
+
+    source: str
+    """The path of the source array."""
+    source_device: Any
+    """The device that sends it; for what is passed on, one that has received it."""
+    source_steps: tuple[tuple[int, int, int], ...]
+    """How the part is taken from the shard: for each step its size, the dim, and the stride along it."""
+    source_offset: tuple[int, ...]
+    """Where in the shard of the source device the part begins; for what is passed on, of the device that had it."""
+    target: str
+    target_device: Any
+    target_steps: tuple[tuple[int, int, int], ...]
+    target_offset: tuple[int, ...]
+    bytes: int
+    round: int
+    relayed: bool
+    """True where the sender has received the part itself in this round."""
+
+
+@final
+@attrs.frozen(eq=False, repr=False)
+class SyncPlan:
+    """The plan of a sync: which device sends what to which, in which order, and what that takes. Prints as a table.
+
+    It is made from shapes, alike on all hosts. It holds no arrays.
+    """
+
+    table: NameTable
+    source: Arrays = attrs.field()
+    target: Arrays
+    devices: tuple[Any, ...]
+    """The devices of both sides. A mesh without devices has made-up ones, eight on each host."""
+    matches: Matches
+    flows: tuple[Flow, ...]
+    routes: tuple[Routes, ...]
+    networks: np.ndarray
+    """The network of each device, as a number: devices on one are near each other."""
+    deliveries: Deliveries
+    max_bytes_in_flight: int
+    hardware: tuple[Links, Links] | None = None
+
+    @functools.cached_property
+    def link_bytes(self) -> dict[tuple[int, int], int]:
+        """The bytes between each two devices, sender first, by their ids."""
+        links = self._links()
+        return {
+            (self.devices[sender].id, self.devices[receiver].id): amount
+            for (sender, receiver), amount in links.items()
+            if sender != receiver
+        }
+
+    @functools.cached_property
+    def _counts(self) -> dict[tuple[int, int], int]:
+        """The bytes between each two devices, by index; from a device to itself what it has already."""
+        count = len(self.devices)
+        sums: dict[int, int] = {}
+        for flow, route in zip(self.flows, self.routes, strict=True):
+            if flow.source is None:
+                continue
+            pairs = (route.senders * count + route.receivers).reshape(-1)
+            values, counts = np.unique(pairs, return_counts=True)
+            for pair, number in zip(values.tolist(), counts.tolist(), strict=True):
+                sums[pair] = sums.get(pair, 0) + number * flow.content_bytes
+        return {divmod(pair, count): amount for pair, amount in sorted(sums.items())}
+
+    def _links(self) -> dict[tuple[int, int], int]:
+        return self._counts
+
+    @property
+    def sent_bytes(self) -> dict[int, int]:
+        """The bytes that each device sends to others, by its id."""
+        return self._by_device(0)
+
+    @property
+    def received_bytes(self) -> dict[int, int]:
+        """The bytes that each device receives from others, by its id."""
+        return self._by_device(1)
+
+    def _by_device(self, end: int) -> dict[int, int]:
+        result: dict[int, int] = {}
+        for pair, amount in self.link_bytes.items():
+            result[pair[end]] = result.get(pair[end], 0) + amount
+        return dict(sorted(result.items()))
+
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes from one device to another, over all of them."""
+        return sum(self.link_bytes.values())
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of the target that devices have already."""
+        return sum(amount for (sender, receiver), amount in self._counts.items() if sender == receiver)
+
+    @functools.cached_property
+    def lower_bound_bytes(self) -> int:
+        """The least that any schedule moves: what devices of the target need and do not have, each byte once.
+
+        Elements are counted in the narrower dtype, and constants not at all.
+        """
+        total = 0
+        for flow in self.flows:
+            if flow.source is None:
+                continue
+            takers = flow.target.owners[flow.cells(TARGET)]
+            holders = flow.source.owners[flow.cells(SOURCE)]
+            has = (takers[..., :, None] == holders[..., None, :]).any(axis=-1)
+            total += int((~has).sum()) * flow.content_bytes
+        return total
+
+    @property
+    def network_bytes(self) -> dict[tuple[int, int], int]:
+        """The bytes from one network to another: hosts, or slices where there are several. By the networks' numbers."""
+        result: dict[tuple[int, int], int] = {}
+        for (sender, receiver), amount in self._counts.items():
+            pair = int(self.networks[sender]), int(self.networks[receiver])
+            if pair[0] != pair[1]:
+                result[pair] = result.get(pair, 0) + amount
+        return dict(sorted(result.items()))
+
+    @functools.cached_property
+    def peak_bytes(self) -> dict[int, int]:
+        """The most that each device holds while a sync runs, by its id: its shards of both trees, and what is in flight.
+
+        It is an upper bound: with `donate=True` arrays of the source are freed on the way.
+        """
+        held = self.deliveries.in_flight.copy()
+        for arrays in (self.source, self.target):
+            counts: dict[tuple[int, str], int] = {}
+            for index, dtype in zip(arrays.layout_of.tolist(), arrays.dtypes, strict=True):
+                counts[index, str(dtype)] = counts.get((index, str(dtype)), 0) + 1
+            by_name = {str(dtype): itemsize(dtype) for dtype in dict.fromkeys(arrays.dtypes)}
+            for (index, dtype), count in counts.items():
+                layout = arrays.layouts[index]
+                held[np.unique(layout.owners)] += count * by_name[dtype] * int(np.prod(layout.cell, dtype=np.int64))
+        return {device.id: int(amount) for device, amount in zip(self.devices, held, strict=True)}
+
+    @property
+    def round_count(self) -> int:
+        """The number of rounds."""
+        return self.deliveries.round_count
+
+    @property
+    def seconds(self) -> float | None:
+        """The modelled time: of the slowest device, over links and networks; `None` where no hardware is known.
+
+        Devices send and receive at the same time, links and networks carry at the same time, and each round waits for
+        one message over each.
+        """
+        if self.hardware is None:
+            return None
+        sides = np.zeros(len(self.devices), np.int64)
+        for layout in self.target.layouts:
+            sides[layout.owners.reshape(-1)] = 1
+        busy: dict[tuple[int, int, bool], int] = {}
+        for (sender, receiver), amount in self._counts.items():
+            if sender == receiver:
+                continue
+            is_far = bool(self.networks[sender] != self.networks[receiver])
+            for device, end in ((sender, 0), (receiver, 1)):
+                busy[device, end, is_far] = busy.get((device, end, is_far), 0) + amount
+        times = [
+            amount / (links.network_bytes_per_second if is_far else links.link_bytes_per_second)
+            for (device, _, is_far), amount in busy.items()
+            for links in [self.hardware[int(sides[device])]]
+        ]
+        latencies = [
+            max(links.network_latency_seconds if is_far else links.link_latency_seconds for links in self.hardware)
+            for is_far in dict.fromkeys(key[2] for key in busy)
+        ]
+        return max(times, default=0.0) + self.round_count * max(latencies, default=0.0)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of arrays, layouts, devices, operations and the schedule: both sides can compare it."""
+        digest = hashlib.sha256(self.table.to_toml().encode(errors="surrogatepass"))
+        for arrays in (self.source, self.target):
+            # Layouts are numbered as they appear, so that equal trees have equal numbers.
+            lines = zip(arrays.paths, arrays.shapes, map(str, arrays.dtypes), arrays.layout_of.tolist(), strict=True)
+            digest.update("\n".join(map(str, lines)).encode(errors="surrogatepass"))
+            for layout in arrays.layouts:
+                digest.update(f"{layout.cell} {layout.grid} {layout.owners.tolist()}".encode())
+        digest.update(str([(device.id, device.process_index) for device in self.devices]).encode())
+        for route in self.routes:
+            digest.update(route.senders.tobytes())
+        digest.update(str(self.deliveries.bounds).encode())
+        return digest.hexdigest()
+
+    def transfers(self) -> Iterator[Transfer]:
+        """Yields what goes from one device to another, in order, for a transport of your own.
+
+        What a device has already is not among them, and neither are constants.
+        """
+        for number, deliveries in enumerate(self.deliveries.rounds()):
+            for index in deliveries:
+                flow = self.flows[self.deliveries.flow[index]]
+                row, content = int(self.deliveries.row[index]), int(self.deliveries.content[index])
+                if flow.source is None:
+                    continue
+                route = self.routes[self.deliveries.flow[index]]
+                offsets = flow.offsets(SOURCE, row, content), flow.offsets(TARGET, row, content)
+                steps = _steps(flow.inner, SOURCE), _steps(flow.inner, TARGET)
+                paths = (
+                    self.source.paths[flow.parts.arrays[SOURCE][row]],
+                    self.target.paths[flow.parts.arrays[TARGET][row]],
+                )
+                ends = zip(route.senders[row, content], route.receivers[row, content], route.relayed[row, content])
+                # What is passed on comes after what is received.
+                for sender, receiver, relayed in sorted(ends, key=lambda end: end[2]):
+                    if sender != receiver:
+                        yield Transfer(
+                            paths[0],
+                            self.devices[sender],
+                            steps[0],
+                            offsets[0],
+                            paths[1],
+                            self.devices[receiver],
+                            steps[1],
+                            offsets[1],
+                            flow.content_bytes,
+                            number,
+                            bool(relayed),
+                        )
+
+    @functools.cached_property
+    def _rows(self) -> list[tuple[str, ...]]:
+        """One row for target arrays that differ in nothing but the indices in their paths."""
+        moves, stays = self._array_bytes()
+        groups: dict[Any, list[int]] = {}
+        for index, path in enumerate(self.target.paths):
+            key = (
+                template(path), self.target.shapes[index], str(self.target.dtypes[index]),
+                int(self.target.layout_of[index]), int(self.matches.line_of[index]),
+            )
+            groups.setdefault(key, []).append(index)
+        return [self._row(members, moves, stays) for members in groups.values()]
+
+    def _row(self, members: Sequence[int], moves: np.ndarray, stays: np.ndarray) -> tuple[str, ...]:
+        first = members[0]
+        line = self.table.lines[int(self.matches.line_of[first])]
+        example = self._example(first)
+        layout = "" if example is None else self.source.layouts[int(self.source.layout_of[example])].text
+        count = f"  x{len(members)}" if len(members) > 1 else ""
+        return (
+            functools.reduce(common_path, (self.target.paths[index] for index in members)) + count,
+            ", ".join(line.source),
+            line.operations,
+            shape_text(self.target.shapes[first]),
+            str(self.target.dtypes[first]),
+            layout,
+            self.target.layouts[int(self.target.layout_of[first])].text,
+            bytes_text(int(moves[list(members)].sum())),
+            bytes_text(int(stays[list(members)].sum())),
+        )
+
+    @functools.cached_property
+    def _examples(self) -> np.ndarray:
+        """A source array of each target array; -1 where all of it is constant."""
+        examples = np.full(len(self.target), -1)
+        for flow in self.flows:
+            if flow.source is not None:
+                examples[flow.parts.arrays[TARGET]] = flow.parts.arrays[SOURCE]
+        return examples
+
+    def _example(self, target: int) -> int | None:
+        index = int(self._examples[target])
+        return None if index < 0 else index
+
+    def _array_bytes(self) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes of each target array that move, and that stay."""
+        moves, stays = np.zeros(len(self.target), np.int64), np.zeros(len(self.target), np.int64)
+        for flow, route in zip(self.flows, self.routes, strict=True):
+            if flow.source is None:
+                continue
+            same = route.senders == route.receivers
+            for total, chosen in ((moves, ~same), (stays, same)):
+                np.add.at(total, flow.parts.arrays[TARGET], chosen.sum(axis=(1, 2)) * flow.content_bytes)
+        return moves, stays
+
+    def _summary(self) -> list[str]:
+        sent, received, peak = self.sent_bytes, self.received_bytes, self.peak_bytes
+        arrays = f"{len(self.source):,} arrays become {len(self.target):,}"
+        lines = [
+            f"{arrays}: {bytes_text(self.moved_bytes)} move (at least {bytes_text(self.lower_bound_bytes)} must), "
+            f"{bytes_text(self.kept_bytes)} stay, {bytes_text(sum(self.network_bytes.values()))} between hosts",
+            f"{self.round_count:,} rounds; a device sends at most {bytes_text(max(sent.values(), default=0))}, receives "
+            f"at most {bytes_text(max(received.values(), default=0))}, has at most "
+            f"{bytes_text(int(self.deliveries.in_flight.max(initial=0)))} in flight, and holds at most "
+            f"{bytes_text(max(peak.values(), default=0))}",
+        ]
+        if self.seconds is not None:
+            lines.append(f"modelled time: {self.seconds:.3g} s")
+        if self.table.unused:
+            lines.append(f"unused: {', '.join(self.table.unused)}")
+        return lines
+
+    def __str__(self) -> str:
+        rows = self._rows
+        lines = aligned([_HEAD, *rows[:MOST_ROWS]], _RIGHT)
+        lines += [f"and {len(rows) - MOST_ROWS:,} more"] * (len(rows) > MOST_ROWS)
+        return "\n".join([*lines, *self._summary()])
+
+    def __repr__(self) -> str:
+        return f"<SyncPlan of {len(self.source):,} to {len(self.target):,} arrays, {bytes_text(self.moved_bytes)}>"
+
+    def _repr_html_(self) -> str:
+        def row(cells: Sequence[str], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        body = "".join(row(cells, "td") for cells in self._rows[:MOST_ROWS])
+        notes = "".join(f"<p>{html.escape(line)}</p>" for line in self._summary())
+        return f"<table><thead>{row(_HEAD, 'th')}</thead><tbody>{body}</tbody></table>{notes}"
+
+    def to_json(self) -> str:
+        """Returns the plan as JSON: the rows of the table, devices, links, networks and totals."""
+        rows = [dict(zip(_HEAD, cells, strict=True)) for cells in self._rows]
+        sent, received, peak = self.sent_bytes, self.received_bytes, self.peak_bytes
+        devices = {
+            str(device.id): {
+                "sent_bytes": sent.get(device.id, 0),
+                "received_bytes": received.get(device.id, 0),
+                "in_flight_bytes": int(amount),
+                "peak_bytes": peak[device.id],
+                "network": int(network),
+            }
+            for device, amount, network in zip(self.devices, self.deliveries.in_flight, self.networks, strict=True)
+        }
+        return _FORMAT.write(
+            {
+                "fingerprint": self.fingerprint,
+                "arrays": rows,
+                "devices": devices,
+                "links": _pairs(self.link_bytes),
+                "networks": _pairs(self.network_bytes),
+                "moved_bytes": self.moved_bytes,
+                "lower_bound_bytes": self.lower_bound_bytes,
+                "kept_bytes": self.kept_bytes,
+                "max_bytes_in_flight": self.max_bytes_in_flight,
+                "rounds": self.round_count,
+                "seconds": self.seconds,
+                "names": self.table.to_toml(),
+            }
+        )
+
+
+def _pairs(amounts: Mapping[tuple[int, int], int]) -> dict[str, int]:
+    return {f"{sender} -> {receiver}": amount for (sender, receiver), amount in amounts.items()}
+
+
+def _steps(steps: Sequence[Step], side: int) -> tuple[tuple[int, int, int], ...]:
+    return tuple((step.size, step.dims[side], step.strides[side]) for step in steps)
