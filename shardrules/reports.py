@@ -7,8 +7,9 @@ from shardrules.core.views.diff import Change, Placement, Placements, PlanDiff
 from shardrules.core.views.table import Row, Totals
 from shardrules.drawing.picture import Picture
 from shardrules.moves.plan import LeafMove, ReshardPlan
-from shardrules.moves.sync.plan import SyncPlan, Transfer
+from shardrules.moves.sync.plan import SyncPlan
 from shardrules.moves.sync.table import NameLine, NameTable
+from shardrules.moves.sync.transfers import Transfer
 from shardrules.placement.batches.prefetch import PlacedBatches
 from shardrules.placement.functions.jit import FilterJit
 from shardrules.placement.functions.shard_map import FilterShardMap

@@ -45,7 +45,8 @@ class _Line:
     line: NameLine
     indices: list[list[int]]
     values: list[list[dict[str, str]]]
-    texts: dict[str, int] = attrs.field(factory=dict)
+    codes: dict[str, int] = attrs.field(factory=dict)
+    """A number for each value of a capture: itself, or a negative one for other texts."""
 
     @staticmethod
     def of(number: int, line: NameLine) -> "_Line":
@@ -56,16 +57,15 @@ class _Line:
         return f"line {self.number + 1} ({self.line})"
 
     def code(self, text: str) -> int:
-        """A number for the value of a capture: itself, or a negative one for other texts."""
-        if text.isdecimal() and len(text) < 18 and str(int(text)) == text:
-            return int(text)
-        return -1 - self.texts.setdefault(text, len(self.texts))
+        code = self.codes.get(text)
+        if code is None:
+            is_number = text.isdecimal() and len(text) < 18 and str(int(text)) == text
+            code = self.codes[text] = int(text) if is_number else -1 - len(self.codes)
+        return code
 
-    def text(self, code: int) -> str:
-        return str(code) if code >= 0 else self._names()[-1 - code]
-
-    def _names(self) -> list[str]:
-        return list(self.texts)
+    def texts(self) -> dict[int, str]:
+        """The texts of the negative codes."""
+        return {code: text for text, code in self.codes.items() if code < 0}
 
     def items(self, source: Arrays) -> Lists:
         """The arrays of each pattern, those of one shape and dtype together."""
@@ -197,8 +197,10 @@ class _Result:
             self.failed.append(line.line)
             return
         indices = np.full(len(items), -1)
+        texts = line.texts()
         for row, key in enumerate(items.keys.tolist()):
-            path = pattern.fill({name: line.text(code) for name, code in zip(items.names, key, strict=True)})
+            values = [str(code) if code >= 0 else texts[code] for code in key]
+            path = pattern.fill(dict(zip(items.names, values, strict=True)))
             index = self.index_of.get(path)
             if index is None:
                 self.add("no-target", f"{line} makes {path!r}, which the target lacks", example, path,

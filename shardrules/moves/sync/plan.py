@@ -4,7 +4,7 @@ import functools
 import hashlib
 import html
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, final
+from typing import Any, Literal, Protocol, final
 
 import attrs
 import numpy as np
@@ -14,11 +14,14 @@ from shardrules.core.storage.records import Format
 from shardrules.core.text import bytes_text
 from shardrules.core.views.table import MOST_ROWS, aligned
 from shardrules.moves.sync.arrays import Arrays
-from shardrules.moves.sync.flows import Flow, Routes, itemsize
+from shardrules.moves.sync.flows import Flow, itemsize
 from shardrules.moves.sync.match import Matches
 from shardrules.moves.sync.rounds import Deliveries
-from shardrules.moves.sync.strided import SOURCE, TARGET, Step
+from shardrules.moves.sync.run import run_schedule
+from shardrules.moves.sync.schedule import SyncSchedule
+from shardrules.moves.sync.strided import SOURCE, TARGET
 from shardrules.moves.sync.table import NameTable
+from shardrules.moves.sync.transfers import Transfer, transfers_of
 
 _FORMAT = Format("shardrules_sync", 1)
 
@@ -43,35 +46,7 @@ class Links(Protocol):
 
 
 @final
-@attrs.frozen
-class Transfer:
-    """A part of one array on its way from one device to another.
-
-    `source_slices` are positions in the shard of the source device: of each dim a slice, or several one after the other
-    where the part is strided more than once. The part has the shape of `source_slices`; the operations of its line make
-    what `target_slices` are filled with.
-    """
-
-    source: str
-    """The path of the source array."""
-    source_device: Any
-    """The device that sends it; for what is passed on, one that has received it."""
-    source_steps: tuple[tuple[int, int, int], ...]
-    """How the part is taken from the shard: for each step its size, the dim, and the stride along it."""
-    source_offset: tuple[int, ...]
-    """Where in the shard of the source device the part begins; for what is passed on, of the device that had it."""
-    target: str
-    target_device: Any
-    target_steps: tuple[tuple[int, int, int], ...]
-    target_offset: tuple[int, ...]
-    bytes: int
-    round: int
-    relayed: bool
-    """True where the sender has received the part itself in this round."""
-
-
-@final
-@attrs.frozen(eq=False, repr=False)
+@attrs.frozen(eq=False, repr=False, slots=False)
 class SyncPlan:
     """The plan of a sync: which device sends what to which, in which order, and what that takes. Prints as a table.
 
@@ -79,26 +54,72 @@ class SyncPlan:
     """
 
     table: NameTable
-    source: Arrays = attrs.field()
-    target: Arrays
-    devices: tuple[Any, ...]
-    """The devices of both sides. A mesh without devices has made-up ones, eight on each host."""
+    schedule: SyncSchedule
     matches: Matches
-    flows: tuple[Flow, ...]
-    routes: tuple[Routes, ...]
-    networks: np.ndarray
-    """The network of each device, as a number: devices on one are near each other."""
-    deliveries: Deliveries
     max_bytes_in_flight: int
     hardware: tuple[Links, Links] | None = None
+
+    def run(
+        self, tree: Any, *, into: Any = None, donate: bool = False, check: Literal["sums"] | None = None
+    ) -> Any:
+        """Moves the arrays of a tree, and returns the target's tree. All processes call it together.
+
+        **Arguments:**
+
+        - `tree`: arrays with the structure, shapes, dtypes and shardings of the source.
+        - `into`: a tree of the target that is given up: each of its arrays is overwritten, or freed before the new one
+            is made.
+        - `donate`: whether arrays of the source are freed once nothing else is read from them.
+        - `check`: `"sums"` compares a checksum of all that was sent for each array with one of what has arrived.
+
+        **Returns:**
+
+        A tree with the structure and the shardings of the target.
+
+        **Raises:**
+
+        Before anything moves: `PlanError` for arrays that differ from the plan, `TreeError` for another structure,
+        `NoMeshError` for a plan without devices, `DisagreementError` where processes have different plans. After:
+        `CheckpointError` where checksums differ.
+        """
+        return run_schedule(self.schedule, self.fingerprint, tree, into, donate=donate, check=check)
+
+    @property
+    def source(self) -> Arrays:
+        """The arrays of the source."""
+        return self.schedule.source
+
+    @property
+    def target(self) -> Arrays:
+        """The arrays of the target."""
+        return self.schedule.target
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """The devices of both sides. A mesh without devices has made-up ones, eight on each host."""
+        return self.schedule.devices
+
+    @property
+    def flows(self) -> tuple[Flow, ...]:
+        """Parts of arrays by how they are cut."""
+        return self.schedule.flows
+
+    @property
+    def networks(self) -> np.ndarray:
+        """The network of each device, as a number: devices on one are near each other."""
+        return self.schedule.networks
+
+    @property
+    def deliveries(self) -> Deliveries:
+        """The contents of flows in rounds."""
+        return self.schedule.deliveries
 
     @functools.cached_property
     def link_bytes(self) -> dict[tuple[int, int], int]:
         """The bytes between each two devices, sender first, by their ids."""
-        links = self._links()
         return {
             (self.devices[sender].id, self.devices[receiver].id): amount
-            for (sender, receiver), amount in links.items()
+            for (sender, receiver), amount in self._counts.items()
             if sender != receiver
         }
 
@@ -107,7 +128,7 @@ class SyncPlan:
         """The bytes between each two devices, by index; from a device to itself what it has already."""
         count = len(self.devices)
         sums: dict[int, int] = {}
-        for flow, route in zip(self.flows, self.routes, strict=True):
+        for flow, route in zip(self.flows, self.schedule.routes, strict=True):
             if flow.source is None:
                 continue
             pairs = (route.senders * count + route.receivers).reshape(-1)
@@ -115,9 +136,6 @@ class SyncPlan:
             for pair, number in zip(values.tolist(), counts.tolist(), strict=True):
                 sums[pair] = sums.get(pair, 0) + number * flow.content_bytes
         return {divmod(pair, count): amount for pair, amount in sorted(sums.items())}
-
-    def _links(self) -> dict[tuple[int, int], int]:
-        return self._counts
 
     @property
     def sent_bytes(self) -> dict[int, int]:
@@ -234,7 +252,7 @@ class SyncPlan:
             for layout in arrays.layouts:
                 digest.update(f"{layout.cell} {layout.grid} {layout.owners.tolist()}".encode())
         digest.update(str([(device.id, device.process_index) for device in self.devices]).encode())
-        for route in self.routes:
+        for route in self.schedule.routes:
             digest.update(route.senders.tobytes())
         digest.update(str(self.deliveries.bounds).encode())
         return digest.hexdigest()
@@ -244,36 +262,7 @@ class SyncPlan:
 
         What a device has already is not among them, and neither are constants.
         """
-        for number, deliveries in enumerate(self.deliveries.rounds()):
-            for index in deliveries:
-                flow = self.flows[self.deliveries.flow[index]]
-                row, content = int(self.deliveries.row[index]), int(self.deliveries.content[index])
-                if flow.source is None:
-                    continue
-                route = self.routes[self.deliveries.flow[index]]
-                offsets = flow.offsets(SOURCE, row, content), flow.offsets(TARGET, row, content)
-                steps = _steps(flow.inner, SOURCE), _steps(flow.inner, TARGET)
-                paths = (
-                    self.source.paths[flow.parts.arrays[SOURCE][row]],
-                    self.target.paths[flow.parts.arrays[TARGET][row]],
-                )
-                ends = zip(route.senders[row, content], route.receivers[row, content], route.relayed[row, content])
-                # What is passed on comes after what is received.
-                for sender, receiver, relayed in sorted(ends, key=lambda end: end[2]):
-                    if sender != receiver:
-                        yield Transfer(
-                            paths[0],
-                            self.devices[sender],
-                            steps[0],
-                            offsets[0],
-                            paths[1],
-                            self.devices[receiver],
-                            steps[1],
-                            offsets[1],
-                            flow.content_bytes,
-                            number,
-                            bool(relayed),
-                        )
+        return transfers_of(self.schedule)
 
     @functools.cached_property
     def _rows(self) -> list[tuple[str, ...]]:
@@ -322,7 +311,7 @@ class SyncPlan:
     def _array_bytes(self) -> tuple[np.ndarray, np.ndarray]:
         """The bytes of each target array that move, and that stay."""
         moves, stays = np.zeros(len(self.target), np.int64), np.zeros(len(self.target), np.int64)
-        for flow, route in zip(self.flows, self.routes, strict=True):
+        for flow, route in zip(self.flows, self.schedule.routes, strict=True):
             if flow.source is None:
                 continue
             same = route.senders == route.receivers
@@ -399,6 +388,3 @@ class SyncPlan:
 def _pairs(amounts: Mapping[tuple[int, int], int]) -> dict[str, int]:
     return {f"{sender} -> {receiver}": amount for (sender, receiver), amount in amounts.items()}
 
-
-def _steps(steps: Sequence[Step], side: int) -> tuple[tuple[int, int, int], ...]:
-    return tuple((step.size, step.dims[side], step.strides[side]) for step in steps)

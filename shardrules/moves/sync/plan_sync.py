@@ -13,6 +13,7 @@ from shardrules.moves.sync.flows import choose_routes, flows_covered, itemsize, 
 from shardrules.moves.sync.match import match_arrays
 from shardrules.moves.sync.plan import Links, SyncPlan
 from shardrules.moves.sync.rounds import order_deliveries
+from shardrules.moves.sync.schedule import SyncSchedule
 from shardrules.moves.sync.table import NameTable
 
 _IN_FLIGHT_BYTES = 256 * 2**20
@@ -83,19 +84,8 @@ def plan_sync(
     network_of = np.array([numbers[near[device]] for device in devices.devices], np.int64)
     routes = choose_routes(flows, network_of, len(devices.devices))
     deliveries = order_deliveries(flows, routes, limit_bytes, len(devices.devices))
-    return SyncPlan(
-        table,
-        old,
-        new,
-        tuple(devices.devices),
-        matches,
-        tuple(flows),
-        tuple(routes),
-        network_of,
-        deliveries,
-        limit_bytes,
-        links,
-    )
+    schedule = SyncSchedule(old, new, tuple(devices.devices), network_of, tuple(flows), tuple(routes), deliveries)
+    return SyncPlan(table, schedule, matches, limit_bytes, links)
 
 
 def _links(hardware: Any) -> tuple[Links, Links] | None:

@@ -63,25 +63,24 @@ def _bounds(
     flows: Sequence[Flow], routes: Sequence[Routes], place: np.ndarray, limit_bytes: int, device_count: int
 ) -> tuple[tuple[int, ...], np.ndarray]:
     """Where each round begins, and the most that each device has in flight."""
-    devices: list[np.ndarray] = []
-    places: list[np.ndarray] = []
-    sizes: list[np.ndarray] = []
+    total = len(place)
+    # By device, and for each device in order: keys and sums grow, so that one search finds a place on every device.
+    by_flow: list[np.ndarray] = []
+    counts: list[int] = []
+    amounts: list[int] = []
     start = 0
     for flow, route in zip(flows, routes, strict=True):
         count = len(flow.parts) * flow.width
-        own = np.repeat(place[start : start + count], route.receivers.shape[2])
+        own = place[start : start + count].reshape(len(flow.parts), flow.width, 1)
         start += count
-        moves = (route.senders != route.receivers).reshape(-1)
-        cut_out = moves & ~route.relayed.reshape(-1)
-        for device, chosen in ((route.receivers, moves), (route.senders, cut_out)):
-            devices.append(device.reshape(-1)[chosen])
-            places.append(own[chosen])
-            sizes.append(np.full(int(chosen.sum()), flow.content_bytes))
-    total = len(place)
-    # By device, and for each device in order: keys and sums grow, so that one search finds a place on every device.
-    keys = np.concatenate(devices) * total + np.concatenate(places)
+        moves = route.senders != route.receivers
+        for device, chosen in ((route.receivers, moves), (route.senders, moves & ~route.relayed)):
+            by_flow.append((device * total + own)[chosen])
+            counts.append(len(by_flow[-1]))
+            amounts.append(flow.content_bytes)
+    keys, sizes = np.concatenate(by_flow), np.repeat(np.array(amounts, np.int64), counts)
     order = np.argsort(keys)
-    keys, sums = keys[order], np.concatenate([[0], np.cumsum(np.concatenate(sizes)[order])])
+    keys, sums = keys[order], np.concatenate([[0], np.cumsum(sizes[order])])
     numbers = np.arange(device_count)
     ends = np.searchsorted(keys, (numbers + 1) * total)
     done = np.searchsorted(keys, numbers * total)

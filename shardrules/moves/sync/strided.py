@@ -62,7 +62,9 @@ class Parts:
 
     @staticmethod
     def whole(shape: Sequence[int], indices: np.ndarray) -> "Parts":
-        """Returns arrays of one shape as parts of themselves."""
+        """Returns arrays of one shape as parts of themselves; empty arrays have none."""
+        if 0 in shape:
+            indices = indices[:0]
         steps = tuple(Step(size, (dim, dim), (1, 1)) for dim, size in enumerate(shape) if size != 1)
         base = np.zeros((len(indices), len(shape)), np.int64)
         return Parts(steps, (indices, np.arange(len(indices))), (base, base))
