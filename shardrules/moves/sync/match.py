@@ -278,9 +278,9 @@ def _unproved(source: Arrays, target: Arrays, result: _Result, lines: Sequence[_
     for line in lines:
         for indices in line.indices:
             np.add.at(uses, indices, 1)
-    parts = [each for each in result.parts if not each.is_fill]
+    used = [each for each in (*result.parts, *result.unused) if not each.is_fill]
     for side, arrays, pieces, times in (
-        (SOURCE, source, [*parts, *result.unused], uses),
+        (SOURCE, source, used, uses),
         (TARGET, target, result.parts, np.ones(len(target), np.int64)),
     ):
         for index in np.flatnonzero(~covered(pieces, side, arrays.shapes, times)).tolist():

@@ -339,7 +339,12 @@ class _Donor:
         """Deletes an array, and those that waited for it."""
         self.uses.subtract(buffers_of(values[index]))
         self.waiting.append(index)
-        for each in list(self.waiting):
-            if not any(self.uses[buffer] for buffer in buffers_of(values[each])):
+        waiting, self.waiting = self.waiting, []
+        for each in waiting:
+            # One array may be at several paths of the tree.
+            if values[each].is_deleted():
+                continue
+            if any(self.uses[buffer] for buffer in buffers_of(values[each])):
+                self.waiting.append(each)
+            else:
                 values[each].delete()
-                self.waiting.remove(each)

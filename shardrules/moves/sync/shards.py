@@ -107,7 +107,7 @@ class HostShards(ShardKind):
 
 def _view(shard: np.ndarray, steps: Sequence[Step], side: Side, offset: Sequence[int]) -> np.ndarray:
     """A view of the positions that steps visit."""
-    start = shard[tuple(slice(first, None) for first in offset)]
+    start = shard[(*(slice(first, None) for first in offset), ...)]  # the dots: a scalar would be copied
     sizes = [step.size for step in steps]
     strides = [shard.strides[step.dims[side]] * step.strides[side] for step in steps]
     return np.lib.stride_tricks.as_strided(start, sizes, strides)
@@ -133,7 +133,10 @@ class DeviceShards(ShardKind):
     def change(self, content: Any, changes: Changes) -> Any:
         if changes and changes[0][0] == "fill":  # a constant has no device
             return HostShards().change(content, changes)
-        return _change(content, changes=changes) if changes else content
+        # One program for each: inside of one XLA would keep more digits than the dtype between has.
+        for name, value in changes:
+            content = _change(content, name=name, value=value)
+        return content
 
     def send(self, content: jax.Array, device: Any) -> jax.Array:
         return device_put(content, SingleDeviceSharding(device), may_alias=False)
@@ -201,8 +204,6 @@ def _join(shard: jax.Array, content: jax.Array, starts: jax.Array, *, steps: _St
     return lax.dynamic_update_slice(shard, box, list(starts))
 
 
-@functools.partial(jit, static_argnames=("changes",))
-def _change(content: jax.Array, *, changes: Changes) -> jax.Array:
-    for name, value in changes:
-        content = content.astype(value) if name == "cast" else content * jnp.asarray(value, content.dtype)
-    return content
+@functools.partial(jit, static_argnames=("name", "value"))
+def _change(content: jax.Array, *, name: str, value: Any) -> jax.Array:
+    return content.astype(value) if name == "cast" else content * jnp.asarray(value, content.dtype)
