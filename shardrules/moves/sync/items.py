@@ -48,6 +48,4 @@ class Items:
 
     def renumbered(self, new: np.ndarray) -> tuple[Parts, ...]:
         """Returns the parts, each array with another position in the keys."""
-        return tuple(
-            attrs.evolve(each, arrays=(each.arrays[0], new[each.arrays[TARGET]])) for each in self.parts
-        )
+        return tuple(attrs.evolve(each, arrays=(each.arrays[0], new[each.arrays[TARGET]])) for each in self.parts)

@@ -89,24 +89,34 @@ def match_arrays(source: Arrays, target: Arrays, table: NameTable) -> Matches:
     """Returns which parts of the source make up the target."""
     lines = [_Line.of(number, line) for number, line in enumerate(table.lines)]
     taken = _assign(source, lines, table)
+    taken_by = dict(zip(source.paths, taken.tolist(), strict=True))
     result = _Result(source, target, {path: index for index, path in enumerate(target.paths)})
     sources_of: list[tuple[int, int]] = []
     for line in lines:
+        for pattern, indices in zip(line.line.source_patterns, line.indices, strict=True):
+            if not indices:
+                whole = "" if len(line.indices) == 1 else f"{pattern.text!r} of "
+                result.add("no-match", f"{whole}{line} matches no array", "", pattern.text, *_near(pattern, taken_by))
         if not any(line.indices):
-            result.add("no-match", f"{line} matches no array", "", line.line.source[0], source.paths)
             result.failed.append(line.line)
             sources_of.append((-1, 0))
             continue
         sources_of.append((next(index for indices in line.indices for index in indices), sum(map(len, line.indices))))
-        for pattern, indices in zip(line.line.source_patterns, line.indices, strict=True):
-            if not indices:
-                result.add("no-match", f"{pattern.text!r} of {line} matches no array", "", pattern.text, source.paths)
         result.take(line)
     findings = [*source.findings, *target.findings, *result.findings, *_idle(table, source, taken)]
     findings += _unused(source, taken, target)
     findings += _unwritten(source, target, result)
     findings += [] if findings else _unproved(source, target, result, lines)
     return Matches(tuple(result.parts), tuple(result.unused), result.line_of, tuple(sources_of), tuple(findings))
+
+
+def _near(pattern: PathPattern, taken_by: Mapping[str, int]) -> tuple[Iterable[str], str]:
+    """The paths that a pattern without arrays may mean, and a remedy where others have taken them."""
+    takers = [line for path, line in taken_by.items() if pattern.match(path) is not None]
+    if not takers:
+        return taken_by, ""
+    taker = "unused" if takers[0] < 0 else f"used by line {takers[0] + 1}; tied() uses it again"
+    return (), f"An array that it could match is {taker}"
 
 
 def _assign(source: Arrays, lines: Sequence[_Line], table: NameTable) -> np.ndarray:
@@ -185,8 +195,9 @@ class _Result:
 
     def _write(self, line: _Line, pattern: PathPattern, items: Items, trace: Sequence[str], example: str) -> None:
         names = list(pattern.captures)
-        problems = [f"the source has {{{name}}}, which the target lacks: stack it" for name in items.names
-                    if name not in names]
+        problems = [
+            f"the source has {{{name}}}, which the target lacks: stack it" for name in items.names if name not in names
+        ]
         problems += [
             f"the target has {{{name}}}, which the source lacks{suggest(name, items.names)}: unstack makes it"
             for name in names
@@ -203,8 +214,9 @@ class _Result:
             path = pattern.fill(dict(zip(items.names, values, strict=True)))
             index = self.index_of.get(path)
             if index is None:
-                self.add("no-target", f"{line} makes {path!r}, which the target lacks", example, path,
-                         self.target.paths)
+                self.add(
+                    "no-target", f"{line} makes {path!r}, which the target lacks", example, path, self.target.paths
+                )
                 continue
             if self.line_of[index] >= 0:
                 other = f"line {self.line_of[index] + 1}" if self.line_of[index] != line.number else "the same line"
@@ -215,8 +227,9 @@ class _Result:
             if items.shape != expected or items.dtype != dtype:
                 made, wanted = f"{items.dtype}{list(items.shape)}", f"{dtype}{list(expected)}"
                 remedy = f"Add cast({str(dtype)!r})" if items.shape == expected else ""
-                self.add("shape", f"{line} makes {made} ({' -> '.join(trace)}), the target has {wanted}", path,
-                         remedy=remedy)
+                self.add(
+                    "shape", f"{line} makes {made} ({' -> '.join(trace)}), the target has {wanted}", path, remedy=remedy
+                )
                 continue
             indices[row] = index
         for each in items.renumbered(indices):

@@ -8,7 +8,7 @@ import abc
 import ast
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias, final
 
@@ -65,7 +65,7 @@ class Operation(abc.ABC):
         """Returns the arrays after the operation of a line with this target."""
 
 
-def _each(lists: Lists, change: Any) -> Lists:
+def _each(lists: Lists, change: Callable[[Items], Items]) -> Lists:
     return tuple(tuple(change(items) for items in group) for group in lists)
 
 
@@ -140,7 +140,7 @@ def _interleaved(items: Items, dim: int, count: int, is_inverse: bool) -> Items:
     order = [*range(dim), dim + 1, dim, *range(dim + 2, len(split))]
     swapped = [split[index] for index in order]
 
-    def change(parts: Parts) -> Any:
+    def change(parts: Parts) -> Iterator[Parts]:
         for each in reshape(parts, items.shape, split):
             yield from reshape(permute(each, order), swapped, items.shape)
 
@@ -220,7 +220,7 @@ class Cast(Operation):
         try:
             jnp.dtype(self.dtype)
         except TypeError:
-            raise ConfigError(f"cast: unknown dtype {self.dtype!r:.60}") from None
+            raise ConfigError(f"unknown dtype {self.dtype!r:.60}") from None
 
     def apply(self, lists: Lists, line: LineTarget) -> Lists:
         def change(items: Items) -> Items:
@@ -255,9 +255,7 @@ class Scale(Operation):
             if not jnp.issubdtype(items.dtype, jnp.inexact):
                 raise OperationError(f"{items.dtype} cannot be scaled; cast it to floats first")
             scale = ("scale", self.factor)
-            return items.mapped(
-                items.shape, lambda parts: [attrs.evolve(parts, changes=(*parts.changes, scale))]
-            )
+            return items.mapped(items.shape, lambda parts: [attrs.evolve(parts, changes=(*parts.changes, scale))])
 
         return _each(lists, change)
 
@@ -283,60 +281,59 @@ class Stack(Operation):
         return tuple(self._stack(group, line.numbers.get(self.capture)) for group in lists)
 
     def _stack(self, group: Sequence[Items], numbers: range | None) -> tuple[Items, ...]:
-        results: list[Items] = []
         owners: dict[tuple[int, ...], Items] = {}
         for items in group:
             if self.capture not in items.names:
-                raise OperationError(f"the source has no capture {{{self.capture}}}{suggest(self.capture, items.names)}")
-            column = items.names.index(self.capture)
-            values, rest = items.keys[:, column], np.delete(items.keys, column, axis=1)
-            keys, place = np.unique(rest, axis=0, return_inverse=True)
-            place = place.reshape(-1)
-            _check_run(values, place, len(keys), self.capture, numbers)
-            for key in map(tuple, keys.tolist()):
+                raise OperationError(
+                    f"the source has no capture {{{self.capture}}}{suggest(self.capture, items.names)}"
+                )
+            rest = np.delete(items.keys, items.names.index(self.capture), axis=1)
+            for key in map(tuple, rest.tolist()):
                 other = owners.setdefault(key, items)
                 if other is not items:
                     pair = f"{other.dtype}{list(other.shape)} and {items.dtype}{list(items.shape)}"
                     raise OperationError(f"arrays along {{{self.capture}}} differ: {pair}")
-            count = len(items) // max(len(keys), 1)
-            dim = items.dim(self.dim, 1)
-            shape = (*items.shape[:dim], count, *items.shape[dim:])
-            index = _positions(values, numbers)
+        return tuple(self._stack_equal(items, numbers) for items in group)
 
-            def change(parts: Parts, dim: int = dim, index: np.ndarray = index, place: np.ndarray = place) -> Any:
-                own = parts.arrays[TARGET]
-                target = np.insert(parts.bases[TARGET], dim, index[own], axis=1)
-                steps = tuple(
-                    step.moved(TARGET, step.dims[TARGET] + (step.dims[TARGET] >= dim), step.strides[TARGET])
-                    for step in parts.steps
-                )
-                arrays = parts.arrays[SOURCE], place[own]
-                yield attrs.evolve(parts, steps=steps, arrays=arrays, bases=(parts.bases[SOURCE], target))
+    def _stack_equal(self, items: Items, numbers: range | None) -> Items:
+        column = items.names.index(self.capture)
+        values = items.keys[:, column]
+        keys, place = np.unique(np.delete(items.keys, column, axis=1), axis=0, return_inverse=True)
+        place = place.reshape(-1)
+        _check_run(values, place, len(keys), self.capture, numbers)
+        dim = items.dim(self.dim, 1)
+        shape = (*items.shape[:dim], len(items) // max(len(keys), 1), *items.shape[dim:])
+        index = values if numbers is None else (values - numbers.start) // numbers.step
 
-            names = items.names[:column] + items.names[column + 1 :]
-            results.append(items.mapped(shape, change, names=names, keys=keys))
-        return tuple(results)
+        def change(parts: Parts) -> Iterator[Parts]:
+            own = parts.arrays[TARGET]
+            target = np.insert(parts.bases[TARGET], dim, index[own], axis=1)
+            steps = tuple(
+                step.moved(TARGET, step.dims[TARGET] + (step.dims[TARGET] >= dim), step.strides[TARGET])
+                for step in parts.steps
+            )
+            arrays = parts.arrays[SOURCE], place[own]
+            yield attrs.evolve(parts, steps=steps, arrays=arrays, bases=(parts.bases[SOURCE], target))
 
-
-def _positions(values: np.ndarray, numbers: range | None) -> np.ndarray:
-    return values if numbers is None else (values - numbers.start) // numbers.step
+        names = items.names[:column] + items.names[column + 1 :]
+        return items.mapped(shape, change, names=names, keys=keys)
 
 
 def _check_run(values: np.ndarray, groups: np.ndarray, count: int, capture: str, numbers: range | None) -> None:
-    """Each group has each number once."""
-    if len(values) and values.min() < 0:
+    """Raises an error unless each group has each number once: those of a range, or those from 0 on."""
+    if not len(values):
+        return
+    if values.min() < 0:
         raise OperationError(f"{{{capture}}} is not a number in all paths, so they have no order to stack them in")
+    expected = range(int(values.max()) + 1) if numbers is None else numbers
     sizes = np.bincount(groups, minlength=count)
-    expected = range(int(sizes.max(initial=0))) if numbers is None else numbers
-    index = _positions(values, numbers)
-    wrong = (sizes != len(expected)).any() or len(values) and index.max() >= len(expected)
-    if wrong:
-        first = int(np.argmax(sizes != len(expected))) if (sizes != len(expected)).any() else 0
-        present = sorted(values[groups == first].tolist())
-        missing = [number for number in range(max(present) + 1) if number not in present]
-        missing = [number for number in (missing or expected) if number not in present] or missing
-        hint = f"; write {{{capture}:{present[0]}-{present[-1]}}} if they begin there" if numbers is None else ""
-        raise OperationError(f"{{{capture}}} lacks {_listed(missing)} of {len(expected)} or more{hint}")
+    if (sizes == len(expected)).all():
+        return
+    present = sorted(values[groups == int(np.argmax(sizes != len(expected)))].tolist())
+    missing = [number for number in expected if number not in present]
+    is_run = present == list(range(present[0], present[-1] + 1))
+    hint = f"; write {{{capture}:{present[0]}-{present[-1]}}} if those are all" if numbers is None and is_run else ""
+    raise OperationError(f"{{{capture}}} lacks {_listed(missing)} of {len(expected)} numbers{hint}")
 
 
 def _listed(numbers: Sequence[int], most: int = 5) -> str:
@@ -366,7 +363,7 @@ class Unstack(Operation):
             )
         keys = np.insert(np.repeat(items.keys, count, axis=0), len(items.names), np.tile(values, len(items)), axis=1)
 
-        def change(parts: Parts) -> Any:
+        def change(parts: Parts) -> Iterator[Parts]:
             while own := parts.along(TARGET, dim):
                 parts = parts.expanded(own[0])
             base = parts.bases[TARGET]
@@ -415,7 +412,9 @@ class Concat(Operation):
         for key in keys:
             variants.setdefault(tuple(place[key][0] for place in places), []).append(key)
         joined = [
-            _joined([group[index] for group, index in zip(lists, chosen, strict=True)], places, members, names, self.dim)
+            _joined(
+                [group[index] for group, index in zip(lists, chosen, strict=True)], places, members, names, self.dim
+            )
             for chosen, members in variants.items()
         ]
         return (tuple(joined),)
@@ -536,6 +535,6 @@ def _operation(node: ast.expr, text: str) -> Operation:
         raise ConfigError(f"{name}: {error}") from None
     except ValueError:
         raise ConfigError(f"{name}: the arguments must be literals") from None
-    except TypeError as error:
-        form = inspect.signature(OPERATIONS[name])
-        raise ConfigError(f"{name}{form}: {error}") from None
+    except TypeError:
+        form = ", ".join(inspect.signature(OPERATIONS[name]).parameters)
+        raise ConfigError(f"{ast.unparse(node)} is not {name}({form})") from None

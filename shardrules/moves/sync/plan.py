@@ -59,9 +59,7 @@ class SyncPlan:
     max_bytes_in_flight: int
     hardware: tuple[Links, Links] | None = None
 
-    def run(
-        self, tree: Any, *, into: Any = None, donate: bool = False, check: Literal["sums"] | None = None
-    ) -> Any:
+    def run(self, tree: Any, *, into: Any = None, donate: bool = False, check: Literal["sums"] | None = None) -> Any:
         """Moves the arrays of a tree, and returns the target's tree. All processes call it together.
 
         **Arguments:**
@@ -271,8 +269,11 @@ class SyncPlan:
         groups: dict[Any, list[int]] = {}
         for index, path in enumerate(self.target.paths):
             key = (
-                template(path), self.target.shapes[index], str(self.target.dtypes[index]),
-                int(self.target.layout_of[index]), int(self.matches.line_of[index]),
+                template(path),
+                self.target.shapes[index],
+                str(self.target.dtypes[index]),
+                int(self.target.layout_of[index]),
+                int(self.matches.line_of[index]),
             )
             groups.setdefault(key, []).append(index)
         return [self._row(members, moves, stays) for members in groups.values()]
@@ -387,4 +388,3 @@ class SyncPlan:
 
 def _pairs(amounts: Mapping[tuple[int, int], int]) -> dict[str, int]:
     return {f"{sender} -> {receiver}": amount for (sender, receiver), amount in amounts.items()}
-

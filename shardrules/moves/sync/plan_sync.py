@@ -63,8 +63,8 @@ def plan_sync(
     ```
     """
     table = NameTable.of(names)
-    limit_bytes = _IN_FLIGHT_BYTES if max_bytes_in_flight is None else byte_count("max_bytes_in_flight")(
-        max_bytes_in_flight
+    limit_bytes = (
+        _IN_FLIGHT_BYTES if max_bytes_in_flight is None else byte_count("max_bytes_in_flight")(max_bytes_in_flight)
     )
     links = _links(hardware)
     devices = Devices()
@@ -78,7 +78,9 @@ def plan_sync(
     missed = np.flatnonzero(~flows_covered(flows, new)).tolist()
     if missed:
         why = "its elements are not written once each by the devices"
-        raise plan_error("plan_sync", [Finding("error", "proof", why, new.paths[index], "Report it") for index in missed])
+        raise plan_error(
+            "plan_sync", [Finding("error", "proof", why, new.paths[index], "Report it") for index in missed]
+        )
     near = networks(devices.devices)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(near.values()))}
     network_of = np.array([numbers[near[device]] for device in devices.devices], np.int64)
@@ -94,7 +96,9 @@ def _links(hardware: Any) -> tuple[Links, Links] | None:
     pair = tuple(hardware) if isinstance(hardware, list | tuple) else (hardware, hardware)
     # Hardware is known above the rooms of trees: here only its figures are.
     figures = ("link_bytes_per_second", "link_latency_seconds", "network_bytes_per_second", "network_latency_seconds")
-    if len(pair) != 2 or not all(isinstance(getattr(each, name, None), int | float) for each in pair for name in figures):
+    if len(pair) != 2 or not all(
+        isinstance(getattr(each, name, None), int | float) for each in pair for name in figures
+    ):
         raise ConfigTypeError(f"plan_sync: hardware must be a Hardware, or a pair of them; got {hardware!r:.80}")
     return pair[0], pair[1]
 

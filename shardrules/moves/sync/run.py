@@ -93,9 +93,11 @@ def _difference(value: Any, shape: tuple[int, ...], dtype: Any, sharding: Any) -
 
 
 def _text(sharding: Sharding) -> str:
-    return f"{sharding.spec} on {sharding.mesh.devices.tolist()!r:.80}" if isinstance(
-        sharding, NamedSharding
-    ) and hasattr(sharding.mesh, "devices") else f"{sharding!r:.100}"
+    return (
+        f"{sharding.spec} on {sharding.mesh.devices.tolist()!r:.80}"
+        if isinstance(sharding, NamedSharding) and hasattr(sharding.mesh, "devices")
+        else f"{sharding!r:.100}"
+    )
 
 
 def _check_agreement(fingerprint: str) -> None:
@@ -131,7 +133,9 @@ class _Run:
         is_host = all(device.platform == "cpu" for device in schedule.devices)
         donor = _Donor.of(schedule, values) if donate else None
         sums = _Sums.of(len(schedule.target)) if check else None
-        return _Run(schedule, values, old, donor, sums, HostShards() if is_host else DeviceShards(), jax.process_index())
+        return _Run(
+            schedule, values, old, donor, sums, HostShards() if is_host else DeviceShards(), jax.process_index()
+        )
 
     def run(self) -> list[Any]:
         deliveries = self.schedule.deliveries

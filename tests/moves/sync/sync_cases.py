@@ -55,7 +55,9 @@ def random_case(seed: int, devices: str) -> Case:
     if rng.integers(3) == 0:
         values["left/over"] = random_values((4,), "float32", seed)
         unused = ["left/{name}"]
-    source = {path: jax.device_put(array, random_sharding(rng, old_mesh, array.shape)) for path, array in values.items()}
+    source = {
+        path: jax.device_put(array, random_sharding(rng, old_mesh, array.shape)) for path, array in values.items()
+    }
     target = {
         path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=random_sharding(rng, new_mesh, array.shape))
         for path, array in expected.items()
@@ -101,9 +103,7 @@ def _random_line(rng: np.random.Generator, name: str) -> _Line:
     paths = {"one": [name], "list": [f"{name}/x", f"{name}/y"]}.get(begin, [f"{name}/{{i}}"])
     count = int(rng.integers(1, 4))
     # By list and by capture.
-    arrays = [
-        [_values(rng, shape, dtype) for _ in range(count if begin in ("stack", "capture") else 1)] for _ in paths
-    ]
+    arrays = [[_values(rng, shape, dtype) for _ in range(count if begin in ("stack", "capture") else 1)] for _ in paths]
     source = {
         path.replace("{i}", str(index)): array
         for path, group in zip(paths, arrays, strict=True)
