@@ -6,6 +6,7 @@ from typing import Any, final
 
 import attrs
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
@@ -37,7 +38,7 @@ class PlannedDevice:
 
 @final
 @attrs.frozen(eq=False)
-class Layout:
+class ShardLayout:
     """A grid of equal cells of an array, and the devices that hold each of them."""
 
     cell: tuple[int, ...]
@@ -95,7 +96,7 @@ class Arrays:
     dtypes: tuple[Any, ...]
     layout_of: np.ndarray
     """The index of the layout of each array; -1 where there is none."""
-    layouts: tuple[Layout, ...]
+    layouts: tuple[ShardLayout, ...]
     shardings: tuple[Sharding | None, ...]
     """The sharding of each array, where its devices are known."""
     positions: tuple[int, ...]
@@ -216,23 +217,23 @@ class _Layouts:
 
     side: int
     devices: Devices
-    layouts: list[Layout] = attrs.field(factory=list)
+    layouts: list[ShardLayout] = attrs.field(factory=list)
     findings: list[Finding] = attrs.field(factory=list)
-    _known: dict[Any, tuple[int, Finding | None]] = attrs.field(factory=dict)
+    _seen: dict[Any, tuple[int, Finding | None]] = attrs.field(factory=dict)
 
     def index(self, path: str, shape: tuple[int, ...], sharding: Any, dtype: Any, count: int = 1) -> int:
         """Returns the index of the layout of an array, or -1 after noting what is wrong with it."""
         key = shape, dtype, sharding if isinstance(sharding, Sharding) else id(sharding)
-        if key not in self._known:
+        if key not in self._seen:
             finding = self._problem(shape, sharding, dtype)
-            self._known[key] = len(self.layouts), finding
+            self._seen[key] = len(self.layouts), finding
             if finding is None:
                 try:
                     self.layouts.append(self._layout(shape, sharding))
                 except (IndivisibleError, ValueError) as error:
                     finding = Finding("error", "misfit", str(error), shape=shape)
-                    self._known[key] = -1, finding
-        index, finding = self._known[key]
+                    self._seen[key] = -1, finding
+        index, finding = self._seen[key]
         if finding is None:
             return index
         self.findings.append(attrs.evolve(finding, path=path, count=count))
@@ -244,7 +245,7 @@ class _Layouts:
         def finding(code: str, why: str, remedy: str) -> Finding:
             return Finding("error", code, f"{why} ({side})", "", remedy, shape)
 
-        if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        if jnp.issubdtype(dtype, jax.dtypes.extended):
             return finding("key", f"{dtype} is not a number", "Move PRNG keys with reshard, and leave them out here")
         if not isinstance(sharding, Sharding):
             why = "it has no sharding" if sharding is None else f"its sharding is {sharding!r:.60}"
@@ -259,7 +260,7 @@ class _Layouts:
                 return attrs.evolve(error, message=f"{error.message} ({side})")
         return None
 
-    def _layout(self, shape: tuple[int, ...], sharding: Sharding) -> Layout:
+    def _layout(self, shape: tuple[int, ...], sharding: Sharding) -> ShardLayout:
         if not isinstance(sharding, NamedSharding):
             return self._of_boxes(shape, sharding)
         mesh = sharding.mesh
@@ -272,9 +273,9 @@ class _Layouts:
         ids = self.devices.of_mesh(mesh, self.side).transpose(order)
         owners = ids.reshape(math.prod(grid), -1)
         cell = tuple(size // count for size, count in zip(shape, grid, strict=True))
-        return Layout(cell, grid, owners, f"{spec_repr(sharding.spec)} on {mesh_text(mesh)}")
+        return ShardLayout(cell, grid, owners, f"{spec_repr(sharding.spec)} on {mesh_text(mesh)}")
 
-    def _of_boxes(self, shape: tuple[int, ...], sharding: Sharding) -> Layout:
+    def _of_boxes(self, shape: tuple[int, ...], sharding: Sharding) -> ShardLayout:
         boxes = boxes_of(sharding, shape)
         starts = [sorted({box[dim][0] for box in boxes.values()}) for dim in range(len(shape))]
         grid = tuple(map(len, starts))
@@ -284,4 +285,4 @@ class _Layouts:
             cells.setdefault(place, []).append(self.devices.index(device))
         owners = np.array([cells[place] for place in np.ndindex(*grid)], np.int64)
         cell = tuple(size // count for size, count in zip(shape, grid, strict=True))
-        return Layout(cell, grid, owners, f"{len(boxes)} devices")
+        return ShardLayout(cell, grid, owners, f"{len(boxes)} devices")

@@ -10,8 +10,8 @@ import attrs
 import jax
 import numpy as np
 
-from shardrules.moves.sync.arrays import Arrays, Layout
-from shardrules.moves.sync.strided import SOURCE, TARGET, Parts, Side, Step, align, covered
+from shardrules.moves.sync.arrays import Arrays, ShardLayout
+from shardrules.moves.sync.strided import SOURCE, TARGET, Parts, Side, StridedStep, align, covered
 
 _MIN_SHARE_BYTES = 2**20
 """Parts of up to 1 MiB are not shared out to several senders: below it a launch outweighs the copy. Chosen by hand."""
@@ -19,7 +19,7 @@ _MIN_SHARE_BYTES = 2**20
 
 @final
 @attrs.frozen(eq=False)
-class Flow:
+class PartFlow:
     """Parts between arrays of one source layout and one target layout.
 
     Each row of the parts travels as `width` contents: steps from cell to cell are *outer*, and for each combination of
@@ -27,15 +27,15 @@ class Flow:
     """
 
     parts: Parts
-    source: Layout | None
+    source: ShardLayout | None
     """`None` for constants, which do not travel."""
-    target: Layout
+    target: ShardLayout
     element_bytes: int
     """The bytes of an element on its way: in the narrower of the two dtypes."""
     casts_first: bool
     """True where the sender changes the values."""
-    outer: tuple[Step, ...]
-    inner: tuple[Step, ...]
+    outer: tuple[StridedStep, ...]
+    inner: tuple[StridedStep, ...]
 
     @property
     def whole_parts(self) -> Parts:
@@ -73,19 +73,20 @@ class Flow:
         """Returns where a content begins in its cell."""
         layout = self._layout(side)
         place = self.parts.bases[side][row].copy()
-        for step, position in zip(self.outer, np.unravel_index(content, [s.size for s in self.outer] or [1])):
+        positions = np.unravel_index(content, [step.size for step in self.outer]) if self.outer else ()
+        for step, position in zip(self.outer, positions, strict=True):
             place[step.dims[side]] += int(position) * step.strides[side]
         return tuple((place % np.array(layout.cell, np.int64)).tolist()) if len(place) else ()
 
-    def _layout(self, side: Side) -> Layout:
+    def _layout(self, side: Side) -> ShardLayout:
         layout = self.target if side == TARGET else self.source
         assert layout is not None
         return layout
 
 
-def make_flows(parts: Sequence[Parts], source: Arrays, target: Arrays, limit_bytes: int) -> list[Flow]:
+def make_flows(parts: Sequence[Parts], source: Arrays, target: Arrays, limit_bytes: int) -> list[PartFlow]:
     """Returns the flows of parts; a content takes at most `limit_bytes`, or is a single element."""
-    flows: list[Flow] = []
+    flows: list[PartFlow] = []
     for each in parts:
         for source_index, target_index, rows in _by_layout(each, source, target):
             flows += _flows(rows, source_index, target_index, source, target, limit_bytes)
@@ -104,7 +105,7 @@ def _by_layout(parts: Parts, source: Arrays, target: Arrays) -> Iterator[tuple[i
 
 def _flows(
     parts: Parts, source_index: int, target_index: int, source: Arrays, target: Arrays, limit_bytes: int
-) -> Iterator[Flow]:
+) -> Iterator[PartFlow]:
     layout_pair = None if parts.is_fill else source.layouts[source_index], target.layouts[target_index]
     pieces = [parts]
     for side in (SOURCE, TARGET):
@@ -119,12 +120,12 @@ def _flows(
         outer = [step for step in each.steps if _is_outer(step, layout_pair)]
         inner = [step for step in each.steps if not _is_outer(step, layout_pair)]
         element_bytes, casts_first = min(old_bytes, new_bytes), new_bytes <= old_bytes
-        flow = Flow(each, *layout_pair, element_bytes, casts_first, tuple(outer), tuple(inner))
-        holders = 1 if flow.source is None else flow.source.owners.shape[1]
+        flow = PartFlow(each, *layout_pair, element_bytes, casts_first, tuple(outer), tuple(inner))
+        shares = 1 if flow.source is None else max(flow.source.owners.shape[1], flow.target.owners.shape[1])
         # All devices of a target cell may get a content from one device: it is in flight there once for each.
         most = limit_bytes // (1 + flow.target.owners.shape[1])
-        # Where several devices have a content, each can send its share of it.
-        share = max(_MIN_SHARE_BYTES, flow.content_bytes // holders) if holders > 1 else most
+        # Where several devices have a content, or pass it on, each can send its share of it.
+        share = max(_MIN_SHARE_BYTES, flow.content_bytes // shares) if shares > 1 else most
         yield from _limited(flow, min(share, most))
 
 
@@ -133,7 +134,7 @@ def itemsize(dtype: Any) -> int:
     return max(1, jax.dtypes.itemsize_bits(dtype) // 8)
 
 
-def _limited(flow: Flow, limit_bytes: int) -> Iterator[Flow]:
+def _limited(flow: PartFlow, limit_bytes: int) -> Iterator[PartFlow]:
     """Yields flows whose contents are small enough, or single elements."""
     if flow.content_bytes <= limit_bytes or not flow.inner:
         yield flow
@@ -153,7 +154,7 @@ def _limited(flow: Flow, limit_bytes: int) -> Iterator[Flow]:
         yield from _limited(attrs.evolve(flow, parts=parts, inner=inner), limit_bytes)
 
 
-def _is_outer(step: Step, layouts: tuple[Layout | None, Layout]) -> bool:
+def _is_outer(step: StridedStep, layouts: tuple[ShardLayout | None, ShardLayout]) -> bool:
     """Returns whether a step goes from cell to cell on either side. Cells are aligned, so others stay inside."""
     return any(
         layout is not None and dim >= 0 and layout.grid[dim] > 1 and stride % layout.cell[dim] == 0
@@ -161,7 +162,7 @@ def _is_outer(step: Step, layouts: tuple[Layout | None, Layout]) -> bool:
     )
 
 
-def flows_covered(flows: Sequence[Flow], target: Arrays) -> np.ndarray:
+def flows_covered(flows: Sequence[PartFlow], target: Arrays) -> np.ndarray:
     """Returns which arrays of the target the flows write, each element once."""
     whole = [flow.whole_parts for flow in flows]
     return covered(whole, TARGET, target.shapes, np.ones(len(target), np.int64))
@@ -179,7 +180,7 @@ class Routes:
     """True where the sender has received the content for itself, and passes it on."""
 
 
-def choose_routes(flows: Sequence[Flow], networks: np.ndarray, device_count: int) -> list[Routes]:
+def choose_routes(flows: Sequence[PartFlow], networks: np.ndarray, device_count: int) -> list[Routes]:
     """Returns which device sends each content: of those that have it the one that has the least to send.
 
     A receiver that has it sends nothing. One on the same network comes before one on another, and what several
@@ -194,11 +195,11 @@ def choose_routes(flows: Sequence[Flow], networks: np.ndarray, device_count: int
     return [each for each in routes if each is not None]
 
 
-def _holders(flow: Flow) -> int:
+def _holders(flow: PartFlow) -> int:
     return 0 if flow.source is None else flow.source.owners.shape[1]
 
 
-def _route(flow: Flow, networks: np.ndarray, load: np.ndarray) -> Routes:
+def _route(flow: PartFlow, networks: np.ndarray, load: np.ndarray) -> Routes:
     target_cells = flow.cells(TARGET)
     receivers = flow.target.owners[target_cells]
     if flow.source is None:
@@ -236,15 +237,13 @@ def _deliver(
         else:
             distant.setdefault(int(networks[taker]), []).append(column)
     for columns in distant.values():
-        # The takers of a network take turns in getting the content from afar.
+        # One taker gets the content from afar and passes it on to the others of its network.
         from_afar = _shared(holders, count, size, load)
-        first = np.arange(count) % len(columns)
-        for position, column in enumerate(columns):
-            is_first = first == position
-            relay = takers[np.array(columns)[first]]
-            senders[:, column] = np.where(is_first, from_afar, relay)
-            relayed[:, column] = ~is_first
-            np.add.at(load, relay[~is_first], size)
+        relays = _shared(takers[columns], count, size * (len(columns) - 1), load)
+        for column in columns:
+            is_relay = relays == takers[column]
+            senders[:, column] = np.where(is_relay, from_afar, relays)
+            relayed[:, column] = ~is_relay
     return senders, relayed
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from shardrules.moves.sync.strided import TARGET, Parts
 
 
+@final
 class OperationError(Exception):
     """An operation that arrays of these shapes do not support: the message says why. Planning catches it."""
 

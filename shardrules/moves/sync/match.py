@@ -8,12 +8,12 @@ import attrs
 import numpy as np
 
 from shardrules.core.errors import suggest
-from shardrules.core.finding import Finding, common_path, shape_text, template
+from shardrules.core.finding import Finding, common_path, template
 from shardrules.moves.sync.arrays import Arrays, side_name
 from shardrules.moves.sync.items import Items, OperationError
-from shardrules.moves.sync.operations import Lists, LineTarget
+from shardrules.moves.sync.operations import LineTarget, Lists
 from shardrules.moves.sync.pattern import PathPattern
-from shardrules.moves.sync.strided import SOURCE, TARGET, Parts, covered
+from shardrules.moves.sync.strided import SOURCE, TARGET, Parts, Side, covered
 from shardrules.moves.sync.table import NameLine, NameTable
 
 _SUGGESTIONS = 20
@@ -88,8 +88,8 @@ class _Line:
 def match_arrays(source: Arrays, target: Arrays, table: NameTable) -> Matches:
     """Returns which parts of the source make up the target."""
     lines = [_Line.of(number, line) for number, line in enumerate(table.lines)]
-    taken = _assign(source, lines, table)
-    taken_by = dict(zip(source.paths, taken.tolist(), strict=True))
+    line_of_source = _assign(source, lines, table)
+    taken_by = dict(zip(source.paths, line_of_source.tolist(), strict=True))
     result = _Result(source, target, {path: index for index, path in enumerate(target.paths)})
     sources_of: list[tuple[int, int]] = []
     for line in lines:
@@ -103,8 +103,8 @@ def match_arrays(source: Arrays, target: Arrays, table: NameTable) -> Matches:
             continue
         sources_of.append((next(index for indices in line.indices for index in indices), sum(map(len, line.indices))))
         result.take(line)
-    findings = [*source.findings, *target.findings, *result.findings, *_idle(table, source, taken)]
-    findings += _unused(source, taken, target)
+    findings = [*source.findings, *target.findings, *result.findings, *_idle(table, source, line_of_source)]
+    findings += _unused(source, line_of_source, target)
     findings += _unwritten(source, target, result)
     findings += [] if findings else _unproved(source, target, result, lines)
     return Matches(tuple(result.parts), tuple(result.unused), result.line_of, tuple(sources_of), tuple(findings))
@@ -121,7 +121,7 @@ def _near(pattern: PathPattern, taken_by: Mapping[str, int]) -> tuple[Iterable[s
 
 def _assign(source: Arrays, lines: Sequence[_Line], table: NameTable) -> np.ndarray:
     """Gives each array to its lines. Returns the number of the first line of each; -1 for none, -2 for unused ones."""
-    taken = np.full(len(source), -1)
+    line_of_source = np.full(len(source), -1)
     patterns = [
         (line, line.line.is_tied, position, pattern, pattern.ends)
         for line in lines
@@ -130,7 +130,7 @@ def _assign(source: Arrays, lines: Sequence[_Line], table: NameTable) -> np.ndar
     for index, path in enumerate(source.paths):
         is_taken = any(pattern.match(path) is not None for pattern in table.unused_patterns)
         if is_taken:
-            taken[index] = -2
+            line_of_source[index] = -2
         for line, is_tied, position, pattern, (prefix, suffix) in patterns:
             # Most patterns differ from most paths in how they begin or end.
             if (is_taken and not is_tied) or not path.startswith(prefix) or not path.endswith(suffix):
@@ -141,8 +141,8 @@ def _assign(source: Arrays, lines: Sequence[_Line], table: NameTable) -> np.ndar
             line.indices[position].append(index)
             line.values[position].append(values)
             is_taken = is_taken or not is_tied
-            taken[index] = line.number if taken[index] == -1 else taken[index]
-    return taken
+            line_of_source[index] = line.number if line_of_source[index] == -1 else line_of_source[index]
+    return line_of_source
 
 
 @final
@@ -225,10 +225,13 @@ class _Result:
             self.line_of[index] = line.number
             expected, dtype = self.target.shapes[index], self.target.dtypes[index]
             if items.shape != expected or items.dtype != dtype:
-                made, wanted = f"{items.dtype}{list(items.shape)}", f"{dtype}{list(expected)}"
+                actual, planned = f"{items.dtype}{list(items.shape)}", f"{dtype}{list(expected)}"
                 remedy = f"Add cast({str(dtype)!r})" if items.shape == expected else ""
                 self.add(
-                    "shape", f"{line} makes {made} ({' -> '.join(trace)}), the target has {wanted}", path, remedy=remedy
+                    "shape",
+                    f"{line} makes {actual} ({' -> '.join(trace)}), the target has {planned}",
+                    path,
+                    remedy=remedy,
                 )
                 continue
             indices[row] = index
@@ -244,9 +247,9 @@ def _shapes(lists: Lists) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _idle(table: NameTable, source: Arrays, taken: np.ndarray) -> Iterator[Finding]:
+def _idle(table: NameTable, source: Arrays, line_of_source: np.ndarray) -> Iterator[Finding]:
     """Patterns of `unused` that match nothing."""
-    rest = [path for path, line in zip(source.paths, taken.tolist(), strict=True) if line == -2]
+    rest = [path for path, line in zip(source.paths, line_of_source.tolist(), strict=True) if line == -2]
     for pattern in table.unused_patterns:
         if not any(pattern.match(path) is not None for path in rest):
             why = f"{pattern.text!r} of unused matches no array of the source{suggest(pattern.text, source.paths)}"
@@ -261,9 +264,9 @@ def _by_template(indices: Iterable[int], arrays: Arrays) -> Iterator[tuple[list[
         yield group, functools.reduce(common_path, (arrays.paths[index] for index in group))
 
 
-def _unused(source: Arrays, taken: np.ndarray, target: Arrays) -> Iterator[Finding]:
+def _unused(source: Arrays, line_of_source: np.ndarray, target: Arrays) -> Iterator[Finding]:
     """Arrays of the source without a line."""
-    for number, (group, path) in enumerate(_by_template(np.flatnonzero(taken == -1).tolist(), source)):
+    for number, (group, path) in enumerate(_by_template(np.flatnonzero(line_of_source == -1).tolist(), source)):
         first = source.paths[group[0]]
         near = suggest(first, target.paths) if number < _SUGGESTIONS else ""
         why = f"no line of the table uses this array of the source{near}"
@@ -292,10 +295,11 @@ def _unproved(source: Arrays, target: Arrays, result: _Result, lines: Sequence[_
         for indices in line.indices:
             np.add.at(uses, indices, 1)
     used = [each for each in (*result.parts, *result.unused) if not each.is_fill]
-    for side, arrays, pieces, times in (
+    sides: tuple[tuple[Side, Arrays, Sequence[Parts], np.ndarray], ...] = (
         (SOURCE, source, used, uses),
         (TARGET, target, result.parts, np.ones(len(target), np.int64)),
-    ):
+    )
+    for side, arrays, pieces, times in sides:
         for index in np.flatnonzero(~covered(pieces, side, arrays.shapes, times)).tolist():
             why = f"an element of this array of the {side_name(side)} is not used {times[index]} times"
             yield Finding("error", "proof", why, arrays.paths[index], "Report it", arrays.shapes[index])

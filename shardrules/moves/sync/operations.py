@@ -57,7 +57,7 @@ class LineTarget:
     """The patterns of the target."""
 
 
-class Operation(abc.ABC):
+class NameOperation(abc.ABC):
     """One operation of a line. Its fields are the arguments in the text."""
 
     @abc.abstractmethod
@@ -71,7 +71,7 @@ def _each(lists: Lists, change: Callable[[Items], Items]) -> Lists:
 
 @final
 @attrs.frozen
-class Transpose(Operation):
+class Transpose(NameOperation):
     """`transpose(1, 0)`: permutes dims, as NumPy does."""
 
     dims: tuple[int, ...] = attrs.field(converter=_integers("dims"))
@@ -88,7 +88,7 @@ class Transpose(Operation):
 
 @final
 @attrs.frozen
-class Reshape(Operation):
+class Reshape(NameOperation):
     """`reshape(32, 128, -1)`: another shape with as many elements, of which one dim may be -1."""
 
     shape: tuple[int, ...] = attrs.field(converter=_integers("shape"))
@@ -96,9 +96,9 @@ class Reshape(Operation):
     def apply(self, lists: Lists, line: LineTarget) -> Lists:
         def change(items: Items) -> Items:
             shape, size = list(self.shape), math.prod(items.shape)
-            known = math.prod(length for length in shape if length != -1)
-            if shape.count(-1) == 1 and known and size % known == 0:
-                shape[shape.index(-1)] = size // known
+            others = math.prod(length for length in shape if length != -1)
+            if shape.count(-1) == 1 and others and size % others == 0:
+                shape[shape.index(-1)] = size // others
             if math.prod(shape) != size or min(shape, default=0) < 0:
                 raise OperationError(f"shape {items.shape}, {size} elements, cannot become {self.shape}")
             return items.mapped(shape, lambda parts: reshape(parts, items.shape, shape))
@@ -108,7 +108,7 @@ class Reshape(Operation):
 
 @final
 @attrs.frozen
-class Interleave(Operation):
+class Interleave(NameOperation):
     """`interleave(0, 2)`: the halves of a dim, element by element in turns; any number of parts."""
 
     dim: int = attrs.field(converter=integer("dim"))
@@ -120,7 +120,7 @@ class Interleave(Operation):
 
 @final
 @attrs.frozen
-class Deinterleave(Operation):
+class Deinterleave(NameOperation):
     """`deinterleave(0, 2)`: every second element of a dim, and then the others: `interleave` backwards."""
 
     dim: int = attrs.field(converter=integer("dim"))
@@ -149,7 +149,7 @@ def _interleaved(items: Items, dim: int, count: int, is_inverse: bool) -> Items:
 
 @final
 @attrs.frozen
-class Pad(Operation):
+class Pad(NameOperation):
     """`pad(0, 0, 128)`: puts elements of one value before and after those of a dim."""
 
     dim: int = attrs.field(converter=integer("dim"))
@@ -185,7 +185,7 @@ def _fill(items: Items, dim: int, start: int, length: int, value: float) -> Part
 
 @final
 @attrs.frozen
-class Crop(Operation):
+class Crop(NameOperation):
     """`crop(0, 0, 32000)`: the positions of a dim from the first number up to the second; the others are not used."""
 
     dim: int = attrs.field(converter=integer("dim"))
@@ -211,7 +211,7 @@ def _cut(items: Items, dim: int, start: int, stop: int) -> Items:
 
 @final
 @attrs.frozen
-class Cast(Operation):
+class Cast(NameOperation):
     """`cast('bfloat16')`: another dtype, rounded to the nearest as NumPy and JAX do."""
 
     dtype: str
@@ -245,7 +245,7 @@ def _can_hold(old: Any, new: Any) -> bool:
 
 @final
 @attrs.frozen
-class Scale(Operation):
+class Scale(NameOperation):
     """`scale(0.5)`: multiplies floats by a number, which is rounded to their dtype first."""
 
     factor: float = attrs.field(converter=_number)
@@ -262,7 +262,7 @@ class Scale(Operation):
 
 @final
 @attrs.frozen
-class Tied(Operation):
+class Tied(NameOperation):
     """`tied()`: the sources of this line are sources of other lines as well."""
 
     def apply(self, lists: Lists, line: LineTarget) -> Lists:
@@ -271,8 +271,8 @@ class Tied(Operation):
 
 @final
 @attrs.frozen
-class Stack(Operation):
-    """`stack('layer', 0)`: one array of those that differ in a capture, along a new dim, in the order of its numbers."""
+class Stack(NameOperation):
+    """`stack('layer', 0)`: one array of those that differ in a capture, along a new dim in the order of its numbers."""
 
     capture: str = attrs.field(converter=_capture)
     dim: int = attrs.field(default=0, converter=integer("dim"))
@@ -306,13 +306,13 @@ class Stack(Operation):
         index = values if numbers is None else (values - numbers.start) // numbers.step
 
         def change(parts: Parts) -> Iterator[Parts]:
-            own = parts.arrays[TARGET]
-            target = np.insert(parts.bases[TARGET], dim, index[own], axis=1)
+            indices = parts.arrays[TARGET]
+            target = np.insert(parts.bases[TARGET], dim, index[indices], axis=1)
             steps = tuple(
                 step.moved(TARGET, step.dims[TARGET] + (step.dims[TARGET] >= dim), step.strides[TARGET])
                 for step in parts.steps
             )
-            arrays = parts.arrays[SOURCE], place[own]
+            arrays = parts.arrays[SOURCE], place[indices]
             yield attrs.evolve(parts, steps=steps, arrays=arrays, bases=(parts.bases[SOURCE], target))
 
         names = items.names[:column] + items.names[column + 1 :]
@@ -342,7 +342,7 @@ def _listed(numbers: Sequence[int], most: int = 5) -> str:
 
 @final
 @attrs.frozen
-class Unstack(Operation):
+class Unstack(NameOperation):
     """`unstack('layer', 0)`: an array for each position along a dim, whose number a capture of the target has."""
 
     capture: str = attrs.field(converter=_capture)
@@ -364,8 +364,8 @@ class Unstack(Operation):
         keys = np.insert(np.repeat(items.keys, count, axis=0), len(items.names), np.tile(values, len(items)), axis=1)
 
         def change(parts: Parts) -> Iterator[Parts]:
-            while own := parts.along(TARGET, dim):
-                parts = parts.expanded(own[0])
+            while indices := parts.along(TARGET, dim):
+                parts = parts.expanded(indices[0])
             base = parts.bases[TARGET]
             steps = tuple(
                 step.moved(TARGET, step.dims[TARGET] - (step.dims[TARGET] > dim), step.strides[TARGET])
@@ -381,7 +381,7 @@ class Unstack(Operation):
 
 @final
 @attrs.frozen
-class Concat(Operation):
+class Concat(NameOperation):
     """`concat(0)`: one array of those of a list of patterns, one after the other along a dim."""
 
     dim: int = attrs.field(default=0, converter=integer("dim"))
@@ -394,7 +394,10 @@ class Concat(Operation):
         places: list[dict[tuple[int, ...], tuple[int, int]]] = []
         for group in lists:
             orders = [[items.names.index(name) for name in names if name in items.names] for items in group]
-            if any(len(order) != len(names) or len(items.names) != len(names) for order, items in zip(orders, group)):
+            if any(
+                len(order) != len(names) or len(items.names) != len(names)
+                for order, items in zip(orders, group, strict=True)
+            ):
                 raise OperationError("the patterns that concat joins have different captures")
             places.append(
                 {
@@ -451,7 +454,7 @@ def _joined(
 
 @final
 @attrs.frozen
-class Split(Operation):
+class Split(NameOperation):
     """`split(0, [4096, 1024, 1024])`: an array for each pattern of the target's list; without sizes, equal parts."""
 
     dim: int = attrs.field(default=0, converter=integer("dim"))
@@ -469,8 +472,8 @@ class Split(Operation):
             size = items.shape[dim]
             sizes = self.sizes or (size // count,) * count
             if len(sizes) != count or sum(sizes) != size or min(sizes) < 0:
-                wanted = f"sizes {list(sizes)}" if self.sizes else f"{count} equal parts"
-                raise OperationError(f"dim {dim} of shape {items.shape} cannot be split into {wanted}")
+                goal = f"sizes {list(sizes)}" if self.sizes else f"{count} equal parts"
+                raise OperationError(f"dim {dim} of shape {items.shape} cannot be split into {goal}")
             start = 0
             for group, length in zip(result, sizes, strict=True):
                 cut = _cut(items, dim, start, start + length)
@@ -500,8 +503,8 @@ OPERATIONS: Mapping[str, Any] = MappingProxyType(
 """The operations by their names in a text."""
 
 
-def read_operations(text: str) -> tuple[tuple[str, Operation], ...]:
-    """Returns the operations of a text, each with its own text; a `ConfigError` says what is wrong with it."""
+def read_operations(text: str) -> tuple[tuple[str, NameOperation], ...]:
+    """Returns the operations of a text, each with its indices text; a `ConfigError` says what is wrong with it."""
     if not isinstance(text, str):
         raise ConfigError(f"the operations of a line must be text, got {text!r:.60}")
     if not text.strip():
@@ -520,13 +523,13 @@ def read_operations(text: str) -> tuple[tuple[str, Operation], ...]:
     return tuple((ast.unparse(call), _operation(call, text)) for call in calls)
 
 
-def _operation(node: ast.expr, text: str) -> Operation:
+def _operation(node: ast.expr, text: str) -> NameOperation:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         raise ConfigError(f"{text!r:.120} has a part that is not an operation, such as transpose(1, 0)")
     name = node.func.id
     if name not in OPERATIONS:
-        known = ", ".join(OPERATIONS)
-        raise ConfigError(f"unknown operation {name!r}{suggest(name, OPERATIONS)}; the operations are {known}")
+        names = ", ".join(OPERATIONS)
+        raise ConfigError(f"unknown operation {name!r}{suggest(name, OPERATIONS)}; the operations are {names}")
     try:
         args = [ast.literal_eval(arg) for arg in node.args]
         named = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in node.keywords}

@@ -37,30 +37,9 @@ class PathPattern:
     """A path with captures, which matches paths as a whole."""
 
     text: str
-    pieces: tuple[str | Capture, ...] = attrs.field(init=False, repr=False, eq=False)
-
-    @pieces.default
-    def _read(self) -> tuple[str | Capture, ...]:
-        pieces: list[str | Capture] = []
-        position = 0
-        for match in _FIELD.finditer(self.text):
-            pieces.append(self.text[position : match.start()])
-            star, name, first, last, every = match.groups()
-            numbers = None if first is None else range(int(first), int(last) + 1, int(every or 1) or 1)
-            if numbers is not None and (not numbers or every == "0" or star):
-                raise ConfigError(f"{match[0]} in {self.text!r}: expected {{name:first-last}} with first <= last")
-            pieces.append(Capture(name, bool(star), numbers))
-            position = match.end()
-        pieces.append(self.text[position:])
-        rest = "".join(piece for piece in pieces if isinstance(piece, str))
-        if "{" in rest or "}" in rest:
-            forms = "{name}, {*name}, {name:first-last} and {name:first-last:step}"
-            raise ConfigError(f"{self.text!r} has a brace that is not part of a capture; captures are {forms}")
-        names = [piece.name for piece in pieces if isinstance(piece, Capture)]
-        repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-        if repeated:
-            raise ConfigError(f"{self.text!r} has the capture {repeated[0]!r} twice")
-        return tuple(piece for piece in pieces if piece != "")
+    pieces: tuple[str | Capture, ...] = attrs.field(
+        init=False, repr=False, eq=False, default=attrs.Factory(lambda self: _read(self.text), takes_self=True)
+    )
 
     @property
     def captures(self) -> dict[str, Capture]:
@@ -87,6 +66,29 @@ class PathPattern:
     def fill(self, values: Mapping[str, str]) -> str:
         """Returns the path with these captures."""
         return "".join([piece if isinstance(piece, str) else values[piece.name] for piece in self.pieces])
+
+
+def _read(text: str) -> tuple[str | Capture, ...]:
+    pieces: list[str | Capture] = []
+    position = 0
+    for match in _FIELD.finditer(text):
+        pieces.append(text[position : match.start()])
+        star, name, first, last, every = match.groups()
+        numbers = None if first is None else range(int(first), int(last) + 1, int(every or 1) or 1)
+        if numbers is not None and (not numbers or every == "0" or star):
+            raise ConfigError(f"{match[0]} in {text!r}: expected {{name:first-last}} with first <= last")
+        pieces.append(Capture(name, bool(star), numbers))
+        position = match.end()
+    pieces.append(text[position:])
+    rest = "".join(piece for piece in pieces if isinstance(piece, str))
+    if "{" in rest or "}" in rest:
+        forms = "{name}, {*name}, {name:first-last} and {name:first-last:step}"
+        raise ConfigError(f"{text!r} has a brace that is not part of a capture; captures are {forms}")
+    names = [piece.name for piece in pieces if isinstance(piece, Capture)]
+    repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    if repeated:
+        raise ConfigError(f"{text!r} has the capture {repeated[0]!r} twice")
+    return tuple(piece for piece in pieces if piece != "")
 
 
 @functools.lru_cache(1024)

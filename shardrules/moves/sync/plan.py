@@ -14,7 +14,7 @@ from shardrules.core.storage.records import Format
 from shardrules.core.text import bytes_text
 from shardrules.core.views.table import MOST_ROWS, aligned
 from shardrules.moves.sync.arrays import Arrays
-from shardrules.moves.sync.flows import Flow, itemsize
+from shardrules.moves.sync.flows import PartFlow, itemsize
 from shardrules.moves.sync.match import Matches
 from shardrules.moves.sync.rounds import Deliveries
 from shardrules.moves.sync.run import run_schedule
@@ -62,23 +62,14 @@ class SyncPlan:
     def run(self, tree: Any, *, into: Any = None, donate: bool = False, check: Literal["sums"] | None = None) -> Any:
         """Moves the arrays of a tree, and returns the target's tree. All processes call it together.
 
-        **Arguments:**
+        `tree` has the structure, shapes, dtypes and shardings of the source. `into` is a tree of the target that is
+        given up: each of its arrays is overwritten, or freed before the new one is made. With `donate` arrays of the
+        source are freed once nothing else is read from them. The `check` `"sums"` compares a checksum of all that was
+        sent for each array with one of what has arrived.
 
-        - `tree`: arrays with the structure, shapes, dtypes and shardings of the source.
-        - `into`: a tree of the target that is given up: each of its arrays is overwritten, or freed before the new one
-            is made.
-        - `donate`: whether arrays of the source are freed once nothing else is read from them.
-        - `check`: `"sums"` compares a checksum of all that was sent for each array with one of what has arrived.
-
-        **Returns:**
-
-        A tree with the structure and the shardings of the target.
-
-        **Raises:**
-
-        Before anything moves: `PlanError` for arrays that differ from the plan, `TreeError` for another structure,
-        `NoMeshError` for a plan without devices, `DisagreementError` where processes have different plans. After:
-        `CheckpointError` where checksums differ.
+        Raises, before anything moves, `PlanError` for arrays that differ from the plan, `TreeError` for another
+        structure, `NoMeshError` for a plan without devices, `DisagreementError` where processes have different plans;
+        and in the end `CheckpointError` where checksums differ.
         """
         return run_schedule(self.schedule, self.fingerprint, tree, into, donate=donate, check=check)
 
@@ -98,7 +89,7 @@ class SyncPlan:
         return self.schedule.devices
 
     @property
-    def flows(self) -> tuple[Flow, ...]:
+    def flows(self) -> tuple[PartFlow, ...]:
         """Parts of arrays by how they are cut."""
         return self.schedule.flows
 
@@ -179,7 +170,7 @@ class SyncPlan:
 
     @property
     def network_bytes(self) -> dict[tuple[int, int], int]:
-        """The bytes from one network to another: hosts, or slices where there are several. By the networks' numbers."""
+        """The bytes from one network to another, by their numbers. A network is a host, or a slice of several."""
         result: dict[tuple[int, int], int] = {}
         for (sender, receiver), amount in self._counts.items():
             pair = int(self.networks[sender]), int(self.networks[receiver])
@@ -189,11 +180,11 @@ class SyncPlan:
 
     @functools.cached_property
     def peak_bytes(self) -> dict[int, int]:
-        """The most that each device holds while a sync runs, by its id: its shards of both trees, and what is in flight.
+        """The most that each device holds while a sync runs, by its id: shards of both trees, and what is in flight.
 
         It is an upper bound: with `donate=True` arrays of the source are freed on the way.
         """
-        held = self.deliveries.in_flight.copy()
+        amounts = self.deliveries.in_flight.copy()
         for arrays in (self.source, self.target):
             counts: dict[tuple[int, str], int] = {}
             for index, dtype in zip(arrays.layout_of.tolist(), arrays.dtypes, strict=True):
@@ -201,8 +192,8 @@ class SyncPlan:
             by_name = {str(dtype): itemsize(dtype) for dtype in dict.fromkeys(arrays.dtypes)}
             for (index, dtype), count in counts.items():
                 layout = arrays.layouts[index]
-                held[np.unique(layout.owners)] += count * by_name[dtype] * int(np.prod(layout.cell, dtype=np.int64))
-        return {device.id: int(amount) for device, amount in zip(self.devices, held, strict=True)}
+                amounts[np.unique(layout.owners)] += count * by_name[dtype] * int(np.prod(layout.cell, dtype=np.int64))
+        return {device.id: int(amount) for device, amount in zip(self.devices, amounts, strict=True)}
 
     @property
     def round_count(self) -> int:
@@ -322,15 +313,18 @@ class SyncPlan:
 
     def _summary(self) -> list[str]:
         sent, received, peak = self.sent_bytes, self.received_bytes, self.peak_bytes
-        arrays = f"{len(self.source):,} arrays become {len(self.target):,}"
-        lines = [
-            f"{arrays}: {bytes_text(self.moved_bytes)} move (at least {bytes_text(self.lower_bound_bytes)} must), "
-            f"{bytes_text(self.kept_bytes)} stay, {bytes_text(sum(self.network_bytes.values()))} between hosts",
-            f"{self.round_count:,} rounds; a device sends at most {bytes_text(max(sent.values(), default=0))}, receives "
-            f"at most {bytes_text(max(received.values(), default=0))}, has at most "
-            f"{bytes_text(int(self.deliveries.in_flight.max(initial=0)))} in flight, and holds at most "
-            f"{bytes_text(max(peak.values(), default=0))}",
-        ]
+        crossing, flight = sum(self.network_bytes.values()), int(self.deliveries.in_flight.max(initial=0))
+        most = [bytes_text(max(amounts.values(), default=0)) for amounts in (sent, received, peak)]
+        lines: list[str] = []
+        lines.append(
+            f"{len(self.source):,} arrays become {len(self.target):,}: {bytes_text(self.moved_bytes)} move, of which "
+            f"{bytes_text(self.lower_bound_bytes)} must and {bytes_text(crossing)} cross between hosts; "
+            f"{bytes_text(self.kept_bytes)} stay"
+        )
+        lines.append(
+            f"{self.round_count:,} rounds; a device sends at most {most[0]}, receives at most {most[1]}, has at most "
+            f"{bytes_text(flight)} in flight, and holds at most {most[2]}"
+        )
         if self.seconds is not None:
             lines.append(f"modelled time: {self.seconds:.3g} s")
         if self.table.unused:

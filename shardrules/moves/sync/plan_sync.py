@@ -40,7 +40,8 @@ def plan_sync(
         shardings, or of any objects with a `shape`, a `dtype` and a `sharding`. Meshes may have other axes, sizes and
         devices, and share some. A mesh without devices has made-up ones, eight on each host, which the other side
         does not share.
-    - `names`: which arrays correspond: a `NameTable`, its lines, or a TOML file with them; `None`: those of equal paths.
+    - `names`: which arrays correspond: a `NameTable`, its lines, or a TOML file with them; by default those of equal
+        paths.
     - `max_bytes_in_flight`: the most that is on its way on each device at any moment; by default 256 MiB.
     - `hardware`: a `Hardware` for the modelled seconds, or a pair of them for the source and the target.
 
@@ -78,9 +79,8 @@ def plan_sync(
     missed = np.flatnonzero(~flows_covered(flows, new)).tolist()
     if missed:
         why = "its elements are not written once each by the devices"
-        raise plan_error(
-            "plan_sync", [Finding("error", "proof", why, new.paths[index], "Report it") for index in missed]
-        )
+        faults = [Finding("error", "proof", why, new.paths[index], "Report it") for index in missed]
+        raise plan_error("plan_sync", faults)
     near = networks(devices.devices)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(near.values()))}
     network_of = np.array([numbers[near[device]] for device in devices.devices], np.int64)
@@ -108,6 +108,6 @@ def _check_limit(limit_bytes: int, target: Arrays) -> None:
     widest = max(map(itemsize, dict.fromkeys(target.dtypes)), default=1)
     if limit_bytes < (1 + copies) * widest:
         raise ConfigError(
-            f"max_bytes_in_flight must be {(1 + copies) * widest} or more, an element for each of {copies} devices that "
-            f"have a part of the target and one to send; got {limit_bytes}"
+            f"max_bytes_in_flight must be {(1 + copies) * widest} or more, an element for each of {copies} devices with "
+            f"a part of the target and one to send; got {limit_bytes}"
         )

@@ -6,7 +6,7 @@ from typing import final
 import attrs
 import numpy as np
 
-from shardrules.moves.sync.flows import Flow, Routes
+from shardrules.moves.sync.flows import PartFlow, Routes
 from shardrules.moves.sync.strided import TARGET
 
 
@@ -36,7 +36,7 @@ class Deliveries:
 
 
 def order_deliveries(
-    flows: Sequence[Flow], routes: Sequence[Routes], limit_bytes: int, device_count: int
+    flows: Sequence[PartFlow], routes: Sequence[Routes], limit_bytes: int, device_count: int
 ) -> Deliveries:
     """Returns the contents in rounds. A device counts what it receives, and what it has cut out to send."""
     flow_index = [np.full(len(flow.parts) * flow.width, index, np.int32) for index, flow in enumerate(flows)]
@@ -60,7 +60,7 @@ def order_deliveries(
 
 
 def _bounds(
-    flows: Sequence[Flow], routes: Sequence[Routes], place: np.ndarray, limit_bytes: int, device_count: int
+    flows: Sequence[PartFlow], routes: Sequence[Routes], place: np.ndarray, limit_bytes: int, device_count: int
 ) -> tuple[tuple[int, ...], np.ndarray]:
     """Where each round begins, and the most that each device has in flight."""
     total = len(place)
@@ -71,11 +71,11 @@ def _bounds(
     start = 0
     for flow, route in zip(flows, routes, strict=True):
         count = len(flow.parts) * flow.width
-        own = place[start : start + count].reshape(len(flow.parts), flow.width, 1)
+        places = place[start : start + count].reshape(len(flow.parts), flow.width, 1)
         start += count
         moves = route.senders != route.receivers
         for device, chosen in ((route.receivers, moves), (route.senders, moves & ~route.relayed)):
-            by_flow.append((device * total + own)[chosen])
+            by_flow.append((device * total + places)[chosen])
             counts.append(len(by_flow[-1]))
             amounts.append(flow.content_bytes)
     keys, sizes = np.concatenate(by_flow), np.repeat(np.array(amounts, np.int64), counts)

@@ -10,16 +10,17 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
+from shardrules.core.axes import mesh_text
 from shardrules.core.errors import CheckpointError, ConfigError, DisagreementError, NoMeshError, TreeError
-from shardrules.core.finding import Finding, plan_error, shape_text
-from shardrules.core.jax_state import process_count, process_id
+from shardrules.core.finding import Finding, plan_error
+from shardrules.core.jax_state import process_count
+from shardrules.core.spec import spec_repr
 from shardrules.mesh.processes import exchange
 from shardrules.moves.bits import buffers_of, local_shards
 from shardrules.moves.pieces import exchange_pieces
 from shardrules.moves.prepare import is_deleted
 from shardrules.moves.schedule import Piece
 from shardrules.moves.sync.arrays import Arrays, PlannedDevice, side_name
-from shardrules.moves.sync.flows import Flow
 from shardrules.moves.sync.schedule import Leg, SyncSchedule
 from shardrules.moves.sync.shards import DeviceShards, HostShards, ShardKind
 from shardrules.moves.sync.strided import SOURCE, TARGET
@@ -93,11 +94,9 @@ def _difference(value: Any, shape: tuple[int, ...], dtype: Any, sharding: Any) -
 
 
 def _text(sharding: Sharding) -> str:
-    return (
-        f"{sharding.spec} on {sharding.mesh.devices.tolist()!r:.80}"
-        if isinstance(sharding, NamedSharding) and hasattr(sharding.mesh, "devices")
-        else f"{sharding!r:.100}"
-    )
+    if not isinstance(sharding, NamedSharding):
+        return f"{sharding!r:.100}"
+    return f"{spec_repr(sharding.spec)} on {mesh_text(sharding.mesh)}"
 
 
 def _check_agreement(fingerprint: str) -> None:

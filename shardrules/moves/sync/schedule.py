@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 
 from shardrules.moves.sync.arrays import Arrays
-from shardrules.moves.sync.flows import Flow, Routes
+from shardrules.moves.sync.flows import PartFlow, Routes
 from shardrules.moves.sync.rounds import Deliveries
 
 
@@ -16,7 +16,7 @@ from shardrules.moves.sync.rounds import Deliveries
 class Leg:
     """One content on its way to one device."""
 
-    flow: Flow
+    flow: PartFlow
     row: int
     content: int
     sender: int
@@ -41,7 +41,7 @@ class SyncSchedule:
     devices: tuple[Any, ...]
     networks: np.ndarray
     """The network of each device, as a number: devices on one are near each other."""
-    flows: tuple[Flow, ...]
+    flows: tuple[PartFlow, ...]
     routes: tuple[Routes, ...]
     deliveries: Deliveries
 
@@ -59,8 +59,8 @@ class SyncSchedule:
                 for sender, receiver, is_relayed in zip(senders, receivers, relayed, strict=True)
                 if not is_relayed
             }
-            for wanted in (False, True):
+            for phase in (False, True):
                 for sender, receiver, is_relayed in zip(senders, receivers, relayed, strict=True):
-                    if is_relayed == wanted:
+                    if is_relayed == phase:
                         origin = origins[sender] if is_relayed else sender
                         yield Leg(flow, row, content, sender, origin, receiver)

@@ -13,8 +13,8 @@ from jax import lax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardrules.core.jax_state import device_put, jit
-from shardrules.moves.sync.flows import Flow
-from shardrules.moves.sync.strided import SOURCE, TARGET, Side, Step
+from shardrules.moves.sync.flows import PartFlow
+from shardrules.moves.sync.strided import SOURCE, TARGET, Side, StridedStep
 from shardrules.placement.source import aligned_empty
 
 Changes = tuple[tuple[str, Any], ...]
@@ -32,11 +32,11 @@ class ShardKind(abc.ABC):
         """Returns a new shard without values."""
 
     @abc.abstractmethod
-    def cut(self, shard: Any, flow: Flow, offset: Sequence[int]) -> Any:
+    def cut(self, shard: Any, flow: PartFlow, offset: Sequence[int]) -> Any:
         """Returns the content that begins at an offset of a shard of the source."""
 
     @abc.abstractmethod
-    def join(self, shard: Any, content: Any, flow: Flow, offset: Sequence[int]) -> Any:
+    def join(self, shard: Any, content: Any, flow: PartFlow, offset: Sequence[int]) -> Any:
         """Returns a shard of the target with a content at an offset; the shard before is gone."""
 
     @abc.abstractmethod
@@ -71,10 +71,10 @@ class HostShards(ShardKind):
     def blank(self, shape: tuple[int, ...], dtype: Any, device: Any) -> np.ndarray:
         return aligned_empty(shape, np.dtype(dtype))
 
-    def cut(self, shard: np.ndarray, flow: Flow, offset: Sequence[int]) -> np.ndarray:
+    def cut(self, shard: np.ndarray, flow: PartFlow, offset: Sequence[int]) -> np.ndarray:
         return _view(shard, flow.inner, SOURCE, offset)
 
-    def join(self, shard: np.ndarray, content: Any, flow: Flow, offset: Sequence[int]) -> np.ndarray:
+    def join(self, shard: np.ndarray, content: Any, flow: PartFlow, offset: Sequence[int]) -> np.ndarray:
         _view(shard, flow.inner, TARGET, offset)[...] = content
         return shard
 
@@ -105,7 +105,7 @@ class HostShards(ShardKind):
         return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
 
 
-def _view(shard: np.ndarray, steps: Sequence[Step], side: Side, offset: Sequence[int]) -> np.ndarray:
+def _view(shard: np.ndarray, steps: Sequence[StridedStep], side: Side, offset: Sequence[int]) -> np.ndarray:
     """A view of the positions that steps visit."""
     start = shard[(*(slice(first, None) for first in offset), ...)]  # the dots: a scalar would be copied
     sizes = [step.size for step in steps]
@@ -124,10 +124,10 @@ class DeviceShards(ShardKind):
     def blank(self, shape: tuple[int, ...], dtype: Any, device: Any) -> jax.Array:
         return device_put(np.zeros(shape, dtype), SingleDeviceSharding(device))
 
-    def cut(self, shard: jax.Array, flow: Flow, offset: Sequence[int]) -> jax.Array:
+    def cut(self, shard: jax.Array, flow: PartFlow, offset: Sequence[int]) -> jax.Array:
         return _cut(shard, _on(shard, offset), steps=_shape(flow.inner, SOURCE))
 
-    def join(self, shard: jax.Array, content: Any, flow: Flow, offset: Sequence[int]) -> jax.Array:
+    def join(self, shard: jax.Array, content: Any, flow: PartFlow, offset: Sequence[int]) -> jax.Array:
         return _join(shard, content, _on(shard, offset), steps=_shape(flow.inner, TARGET))
 
     def change(self, content: Any, changes: Changes) -> Any:
@@ -156,7 +156,7 @@ _Steps = tuple[tuple[int, int, int], ...]
 """The size, dim and stride of each step along one side."""
 
 
-def _shape(steps: Sequence[Step], side: Side) -> _Steps:
+def _shape(steps: Sequence[StridedStep], side: Side) -> _Steps:
     return tuple((step.size, step.dims[side], step.strides[side]) for step in steps)
 
 

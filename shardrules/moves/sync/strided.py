@@ -28,23 +28,23 @@ _POINT = 0x1A2B3C4D5E6F788
 
 @final
 @attrs.frozen
-class Step:
+class StridedStep:
     """A visit of `size` positions, `strides` apart along one of the `dims` of the source and one of the target."""
 
     size: int
     dims: tuple[int, int]
     strides: tuple[int, int]
 
-    def resized(self, size: int, factor: int = 1) -> "Step":
+    def resized(self, size: int, factor: int = 1) -> "StridedStep":
         """Returns a step of another size, with its strides times `factor`."""
         source, target = self.strides
-        return Step(size, self.dims, (source * factor, target * factor))
+        return StridedStep(size, self.dims, (source * factor, target * factor))
 
-    def moved(self, side: Side, dim: int, stride: int) -> "Step":
+    def moved(self, side: Side, dim: int, stride: int) -> "StridedStep":
         """Returns the step along another dim of one side."""
         dims, strides = list(self.dims), list(self.strides)
         dims[side], strides[side] = dim, stride
-        return Step(self.size, (dims[0], dims[1]), (strides[0], strides[1]))
+        return StridedStep(self.size, (dims[0], dims[1]), (strides[0], strides[1]))
 
 
 @final
@@ -52,7 +52,7 @@ class Step:
 class Parts:
     """Parts of arrays that have equal steps. Row by row: the arrays that it is a part of, and its place in each."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[StridedStep, ...]
     arrays: tuple[np.ndarray, np.ndarray]
     """The index of the source and the target array of each row."""
     bases: tuple[np.ndarray, np.ndarray]
@@ -65,7 +65,7 @@ class Parts:
         """Returns arrays of one shape as parts of themselves; empty arrays have none."""
         if 0 in shape:
             indices = indices[:0]
-        steps = tuple(Step(size, (dim, dim), (1, 1)) for dim, size in enumerate(shape) if size != 1)
+        steps = tuple(StridedStep(size, (dim, dim), (1, 1)) for dim, size in enumerate(shape) if size != 1)
         base = np.zeros((len(indices), len(shape)), np.int64)
         return Parts(steps, (indices, np.arange(len(indices))), (base, base))
 
@@ -91,7 +91,7 @@ class Parts:
         chosen = [index for index, step in enumerate(self.steps) if step.dims[side] == dim]
         return sorted(chosen, key=lambda index: -self.steps[index].strides[side])
 
-    def shifted(self, step: Step, count: Any) -> tuple[np.ndarray, np.ndarray]:
+    def shifted(self, step: StridedStep, count: Any) -> tuple[np.ndarray, np.ndarray]:
         """Returns the bases after a number of strides of a step, the same for all rows."""
         bases = [base.copy() for base in self.bases]
         for base, dim, stride in zip(bases, step.dims, step.strides, strict=True):
@@ -99,7 +99,7 @@ class Parts:
                 base[:, dim] += count * stride
         return bases[0], bases[1]
 
-    def replaced(self, index: int, first: int, steps: Sequence[Step]) -> "Parts":
+    def replaced(self, index: int, first: int, steps: Sequence[StridedStep]) -> "Parts":
         """Returns what other steps in place of one visit, beginning with its position `first`."""
         rest = [step for step in steps if step.size != 1]
         new = (*self.steps[:index], *rest, *self.steps[index + 1 :])
@@ -172,8 +172,8 @@ def align(parts: Parts, side: Side, dim: int, cell: int) -> Iterator[Parts]:
 
 def crop(parts: Parts, dim: int, start: int, stop: int) -> Iterator[Parts]:
     """Yields what lies between two positions of a dim of the target, in the coordinates of the whole."""
-    own = parts.along(TARGET, dim)
-    span = sum((parts.steps[index].size - 1) * parts.steps[index].strides[TARGET] for index in own)
+    order = parts.along(TARGET, dim)
+    span = sum((parts.steps[index].size - 1) * parts.steps[index].strides[TARGET] for index in order)
     base = parts.bases[TARGET][:, dim]
     inside = (base >= start) & (base + span < stop)
     if inside.any():
@@ -181,18 +181,18 @@ def crop(parts: Parts, dim: int, start: int, stop: int) -> Iterator[Parts]:
     partly = ~inside & (base < stop) & (base + span >= start)
     if not partly.any():
         return
-    step, stride = parts.steps[own[0]], parts.steps[own[0]].strides[TARGET]
+    step, stride = parts.steps[order[0]], parts.steps[order[0]].strides[TARGET]
     inner = span - (step.size - 1) * stride
     for first, rows in _by_value(parts.rows(partly), base[partly]):
         # Positions whose whole inside is between start and stop stay together; others are looked at one by one.
         lower = max(0, -((first - start) // stride))
         upper = min(step.size, (stop - 1 - inner - first) // stride + 1)
         if lower < upper:
-            yield rows.range(own[0], lower, upper)
+            yield rows.range(order[0], lower, upper)
         for position in range(step.size) if lower >= upper else (*range(lower), *range(upper, step.size)):
             low = first + position * stride
             if low < stop and low + inner >= start:
-                yield from crop(rows.range(own[0], position, position + 1), dim, start, stop)
+                yield from crop(rows.range(order[0], position, position + 1), dim, start, stop)
 
 
 def reshape(parts: Parts, old: Sequence[int], new: Sequence[int]) -> Iterator[Parts]:
@@ -276,5 +276,5 @@ def covered(parts: Iterable[Parts], side: Side, shapes: Sequence[Sequence[int]],
             sums[array] += power(start) * inner
     sizes = list(map(math.prod, shapes))
     whole = {size: series(size, 1) for size in dict.fromkeys(sizes)}
-    wanted = [whole[size] * count % _MODULUS for size, count in zip(sizes, times.tolist(), strict=True)]
-    return np.array([total % _MODULUS == value for total, value in zip(sums, wanted, strict=True)], bool)
+    totals = [whole[size] * count % _MODULUS for size, count in zip(sizes, times.tolist(), strict=True)]
+    return np.array([total % _MODULUS == value for total, value in zip(sums, totals, strict=True)], bool)

@@ -3,14 +3,14 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import attrs
 
 from shardrules.core.errors import ConfigError, ShardRulesError, shown, suggest
 from shardrules.core.storage.files import as_path, read_text, write_text
 from shardrules.core.storage.records import read_toml
-from shardrules.moves.sync.operations import Operation, Tied, read_operations
+from shardrules.moves.sync.operations import NameOperation, Tied, read_operations
 from shardrules.moves.sync.pattern import PathPattern
 
 
@@ -26,17 +26,11 @@ def _patterns(value: Any) -> tuple[PathPattern, ...]:
 class NameLine:
     """One correspondence: the arrays of the target that are made of arrays of the source, and how.
 
-    **Arguments:**
-
-    - `source`, `target`: a pattern of paths, or a list of them, which `concat` joins and `split` makes. `{name}` in a
-        pattern stands for one name between slashes or dots, `{*name}` for any text, `{layer:3-60}` for a number in a
-        range. A name that both sides have has the same value in both; one that only the source has is used up by
-        `stack`, and one that only the target has is made by `unstack`.
-    - `operations`: what is done to the arrays, in order: `"transpose(1, 0) | cast('bfloat16')"`.
-
-    **Raises:**
-
-    `ConfigError`, which says what is wrong with the line.
+    `source` and `target` are patterns of paths, or lists of them, which `concat` joins and `split` makes. `{name}` in a
+    pattern stands for one name between slashes or dots, `{*name}` for any text, `{layer:3-60}` for a number in a range
+    and `{layer:0-60:6}` for each sixth. A name on both sides has the same value in both; `stack` uses up one that only
+    the source has, and `unstack` makes one that only the target has. `operations` are what is done to the arrays, in
+    order: `"transpose(1, 0) | cast('bfloat16')"`. A `ConfigError` says what is wrong with a line.
 
     ```python
     from shardrules.reports import NameLine
@@ -49,11 +43,13 @@ class NameLine:
     source_patterns: tuple[PathPattern, ...] = attrs.field(alias="source", converter=_patterns)
     target_patterns: tuple[PathPattern, ...] = attrs.field(alias="target", converter=_patterns)
     operations: str = ""
-    steps: tuple[tuple[str, Operation], ...] = attrs.field(init=False, repr=False, eq=False)
-
-    @steps.default
-    def _read(self) -> tuple[tuple[str, Operation], ...]:
-        return read_operations(self.operations)
+    steps: tuple[tuple[str, NameOperation], ...] = attrs.field(
+        init=False,
+        repr=False,
+        eq=False,
+        default=attrs.Factory(lambda self: read_operations(self.operations), takes_self=True),
+    )
+    """The operations, each with its text."""
 
     @property
     def source(self) -> tuple[str, ...]:
@@ -121,16 +117,9 @@ def _as_unused(values: Any) -> tuple[PathPattern, ...]:
 class NameTable:
     """A table of correspondences. Each array of the source belongs to the first line that matches its path.
 
-    A line with `tied()` also matches arrays that belong to other lines.
-
-    **Arguments:**
-
-    - `lines`: `NameLine`s, or tuples `(source, target, operations)`, where the last may be left out.
-    - `unused`: patterns of the paths in the source that the target does not need.
-
-    **Raises:**
-
-    `ConfigError`, which lists all lines that cannot be read.
+    A line with `tied()` also matches arrays that belong to other lines. `lines` are `NameLine`s, or tuples `(source,
+    target, operations)`, where the last may be left out. `unused` has patterns of the paths in the source that the
+    target does not need. A `ConfigError` lists all lines that cannot be read.
 
     ```python
     from shardrules.reports import NameTable
@@ -150,12 +139,7 @@ class NameTable:
 
     @staticmethod
     def of(value: Any) -> "NameTable":
-        """Returns a table as it is, a list of lines as a table, and the table in a file of TOML.
-
-        **Arguments:**
-
-        - `value`: a `NameTable`, a list of lines, the path of a file, or `None`: equal paths correspond.
-        """
+        """Returns the table that `value` is or names: a table, its lines, a file, or `None`, where paths are equal."""
         if isinstance(value, NameTable):
             return value
         if value is None:
@@ -166,15 +150,9 @@ class NameTable:
 
     @staticmethod
     def from_toml(text: str) -> "NameTable":
-        """Returns the table in a text of TOML: `[[line]]` for each line, and `unused`.
+        """Returns the table in a `text` of TOML, which has `unused` and for each line a table `[[line]]`.
 
-        **Arguments:**
-
-        - `text`: the text. Tables in it have the keys `source`, `target` and `operations`.
-
-        **Raises:**
-
-        `ConfigError`, which lists all that is wrong.
+        Its keys are `source`, `target` and `operations`. A `ConfigError` lists all that is wrong.
         """
         try:
             data = read_toml(text)
@@ -188,16 +166,7 @@ class NameTable:
 
     @staticmethod
     def load(file: str | Path) -> "NameTable":
-        """Returns the table in a file of TOML.
-
-        **Arguments:**
-
-        - `file`: its path.
-
-        **Raises:**
-
-        `ConfigError` for a file that cannot be read, or that is not a table of names.
-        """
+        """Returns the table in a `file` of TOML; a `ConfigError` says why it cannot be read."""
         return NameTable.from_toml(read_text(as_path(file, "NameTable.load")))
 
     def to_toml(self) -> str:
@@ -214,12 +183,7 @@ class NameTable:
         return "\n".join(blocks)
 
     def save(self, file: str | Path) -> None:
-        """Writes the table as TOML.
-
-        **Arguments:**
-
-        - `file`: where to; its folder is made.
-        """
+        """Writes the table as TOML to a `file`, whose folder is made."""
         write_text(as_path(file, "NameTable.save"), self.to_toml())
 
     def __add__(self, other: "NameTable") -> "NameTable":

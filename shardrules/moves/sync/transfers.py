@@ -7,7 +7,7 @@ from typing import Any, final
 import attrs
 
 from shardrules.moves.sync.schedule import Leg, SyncSchedule
-from shardrules.moves.sync.strided import SOURCE, TARGET, Side, Step
+from shardrules.moves.sync.strided import SOURCE, TARGET, Side, StridedStep
 
 
 @final
@@ -81,15 +81,15 @@ def _transfers(schedule: SyncSchedule, leg: Leg, number: int) -> Iterator[Transf
         )
 
 
-def _count(steps: Sequence[Step]) -> int:
+def _count(steps: Sequence[StridedStep]) -> int:
     count = 1
     for step in steps:
         count *= step.size
     return count
 
 
-def _sliceable(steps: Sequence[Step]) -> list[Step]:
-    kept: list[Step] = []
+def _sliceable(steps: Sequence[StridedStep]) -> list[StridedStep]:
+    kept: list[StridedStep] = []
     for step in sorted(steps, key=lambda step: -step.size):
         if all(step.dims[side] != other.dims[side] for other in kept for side in (SOURCE, TARGET)):
             kept.append(step)
@@ -97,7 +97,11 @@ def _sliceable(steps: Sequence[Step]) -> list[Step]:
 
 
 def _slices(
-    kept: Sequence[Step], rest: Sequence[Step], positions: Sequence[int], side: Side, offset: Sequence[int]
+    kept: Sequence[StridedStep],
+    rest: Sequence[StridedStep],
+    positions: Sequence[int],
+    side: Side,
+    offset: Sequence[int],
 ) -> tuple[slice, ...]:
     starts = list(offset)
     for step, position in zip(rest, positions, strict=True):

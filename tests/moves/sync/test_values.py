@@ -105,7 +105,7 @@ def test_donated_arrays_are_freed_and_shared_buffers_stay() -> None:
     table = sr.reports.NameTable([("{name}", "{name}")], "rest")
     result = sr.plan_sync(source, shapes, names=table, max_bytes_in_flight=16).run(source, donate=True)
     assert [result[name].tolist() == (np.arange(16) + (name == "z")).tolist() for name in "xyz"] == [True] * 3
-    assert array.is_deleted() and source["z"].is_deleted() and not source["rest"].is_deleted()
+    assert [path for path, array in source.items() if not array.is_deleted()] == ["rest"]
 
 
 def test_a_wrong_value_on_the_way_is_found_by_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,5 +123,5 @@ def test_a_wrong_value_on_the_way_is_found_by_checksums(monkeypatch: pytest.Monk
     plan = sr.plan_sync(source, {"x": jax.ShapeDtypeStruct((16,), jnp.float32, sharding=target)})
     plan.run(source, check="sums")
     monkeypatch.setattr(module.HostShards, "join", spoil)
-    with pytest.raises(sr.errors.CheckpointError, match="checksums of 1 arrays differ.*: x"):
+    with pytest.raises(sr.errors.CheckpointError, match=r"checksums of 1 arrays differ.*: x"):
         plan.run(source, check="sums")

@@ -104,13 +104,13 @@ WRONG: dict[str, tuple[dict[str, Shape], dict[str, Shape], Any, Sequence[str]]] 
     ),
     "a split into sizes that do not add up": (
         {"qkv": ((12, 4), F32)},
-        {name: ((4, 4), F32) for name in "qkv"},
+        dict.fromkeys("qkv", ((4, 4), F32)),
         [("qkv", list("qkv"), "split(0, [4, 4, 5])")],
         ["dim 0 of shape (12, 4) cannot be split into sizes [4, 4, 5]"],
     ),
     "a split into parts that are not equal": (
         {"qkv": ((13, 4), F32)},
-        {name: ((4, 4), F32) for name in "qkv"},
+        dict.fromkeys("qkv", ((4, 4), F32)),
         [("qkv", list("qkv"), "split(0)")],
         ["cannot be split into 3 equal parts"],
     ),
@@ -122,7 +122,7 @@ WRONG: dict[str, tuple[dict[str, Shape], dict[str, Shape], Any, Sequence[str]]] 
     ),
     "a list without split": (
         {"qkv": ((12, 4), F32)},
-        {name: ((4, 4), F32) for name in "qkv"},
+        dict.fromkeys("qkv", ((4, 4), F32)),
         [("qkv", list("qkv"))],
         ["1 patterns of the source for 3 of the target", "make one with split"],
     ),
@@ -313,7 +313,7 @@ def test_sides_that_cannot_be_planned_are_listed() -> None:
         "odd": jax.ShapeDtypeStruct((6,), F32, sharding=NamedSharding(sr.mesh_shape("a:4"), P("a"))),
     }
     source["key"] = jax.device_put(source["key"], NamedSharding(mesh, P()))
-    with pytest.raises(sr.errors.PlanError) as caught:
+    with pytest.raises(sr.errors.PlanError, match="plan_sync") as caught:
         sr.plan_sync(source, {"x": jax.ShapeDtypeStruct((3,), F32)}, names=[("{*path}", "{*path}")])
     message = str(caught.value)
     for text in (
@@ -338,8 +338,8 @@ def test_nothing_moves_when_arrays_differ_from_the_plan() -> None:
     }
     with pytest.raises(sr.errors.PlanError, match="run: arrays differ") as caught:
         plan.run(wrong, donate=True)
-    assert "its sharding is" in str(caught.value) and "it is int32[8, 4]" in str(caught.value)
-    assert "it is a float" in str(caught.value)
+    for text in ("its sharding is P(None, 'a') on a:4", "it is int32[8, 4]", "it is a float"):
+        assert text in str(caught.value)
     assert not source["d"].is_deleted()
     with pytest.raises(sr.errors.TreeError, match="structure of the plan's source"):
         plan.run({"a": source["a"]})
