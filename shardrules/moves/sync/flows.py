@@ -254,10 +254,15 @@ def _shared(holders: np.ndarray, count: int, size: int, load: np.ndarray) -> np.
         return np.full(count, holders[0])
     heap = [(int(load[holder]), int(holder)) for holder in holders]
     heapq.heapify(heap)
-    senders = np.empty(count, np.int64)
-    for index in range(count):
+    largest = max(heap)[0]
+    first: list[int] = []
+    while len(first) < count and largest - heap[0][0] > size:
         amount, holder = heap[0]
-        senders[index] = holder
+        first.append(holder)
         heapq.heapreplace(heap, (amount + size, holder))
+        largest = max(largest, amount + size)
+    # From here on they are about even, and take turns.
+    turns = np.resize([holder for _, holder in sorted(heap)], count - len(first))
+    senders = np.concatenate([np.array(first, np.int64), turns])
     np.add.at(load, senders, size)
     return senders

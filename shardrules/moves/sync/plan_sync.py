@@ -108,6 +108,6 @@ def _check_limit(limit_bytes: int, target: Arrays) -> None:
     widest = max(map(itemsize, dict.fromkeys(target.dtypes)), default=1)
     if limit_bytes < (1 + copies) * widest:
         raise ConfigError(
-            f"max_bytes_in_flight must be {(1 + copies) * widest} or more, an element for each of {copies} devices with "
-            f"a part of the target and one to send; got {limit_bytes}"
+            f"max_bytes_in_flight must be {(1 + copies) * widest} or more, an element for each of {copies} devices "
+            f"with a part of the target and one to send; got {limit_bytes}"
         )
