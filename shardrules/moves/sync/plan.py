@@ -154,9 +154,10 @@ class SyncPlan:
 
     @functools.cached_property
     def lower_bound_bytes(self) -> int:
-        """The least that any schedule moves: what devices of the target need and do not have, each byte once.
+        """The least that can move: what devices of the target need for each of its arrays and do not have.
 
-        Elements are counted in the narrower dtype, and constants not at all.
+        Elements are counted in the narrower dtype, and constants not at all. What two arrays of a device need, such as
+        a table that is tied, counts for both.
         """
         total = 0
         for flow in self.flows:
@@ -322,7 +323,7 @@ class SyncPlan:
             f"{bytes_text(self.kept_bytes)} stay"
         )
         lines.append(
-            f"{self.round_count:,} rounds; a device sends at most {most[0]}, receives at most {most[1]}, has at most "
+            f"{self.round_count:,} round{'s' * (self.round_count != 1)}; a device sends at most {most[0]}, receives at most {most[1]}, has at most "
             f"{bytes_text(flight)} in flight, and holds at most {most[2]}"
         )
         if self.seconds is not None:

@@ -51,7 +51,9 @@ def stacked(checkpoint: Shapes) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", list(CHECKPOINTS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "deepseek v3" else []) for name in CHECKPOINTS]
+)
 def test_published_checkpoints_have_tables_both_ways(name: str) -> None:
     checkpoint = published(name)
     model = stacked(checkpoint)
