@@ -9,7 +9,6 @@ from typing import Any, Literal, Protocol, final
 import attrs
 import numpy as np
 
-from shardrules.core.finding import common_path, shape_text, template
 from shardrules.core.storage.records import Format
 from shardrules.core.text import bytes_text
 from shardrules.core.views.table import MOST_ROWS, aligned
@@ -17,6 +16,7 @@ from shardrules.moves.sync.arrays import Arrays
 from shardrules.moves.sync.flows import PartFlow, itemsize
 from shardrules.moves.sync.match import Matches
 from shardrules.moves.sync.rounds import Deliveries
+from shardrules.moves.sync.rows import BYTES_COLUMNS, COLUMNS, SyncRow, sync_rows
 from shardrules.moves.sync.run import run_schedule
 from shardrules.moves.sync.schedule import SyncSchedule
 from shardrules.moves.sync.strided import SOURCE, TARGET
@@ -24,9 +24,6 @@ from shardrules.moves.sync.table import NameTable
 from shardrules.moves.sync.transfers import Transfer, transfers_of
 
 _FORMAT = Format("shardrules_sync", 1)
-
-_HEAD = ("target", "source", "operations", "shape", "dtype", "from", "to", "moves", "stays")
-_RIGHT = (7, 8)
 
 
 class Links(Protocol):
@@ -255,62 +252,8 @@ class SyncPlan:
         return transfers_of(self.schedule)
 
     @functools.cached_property
-    def _rows(self) -> list[tuple[str, ...]]:
-        """One row for target arrays that differ in nothing but the indices in their paths."""
-        moves, stays = self._array_bytes()
-        groups: dict[Any, list[int]] = {}
-        for index, path in enumerate(self.target.paths):
-            key = (
-                template(path),
-                self.target.shapes[index],
-                str(self.target.dtypes[index]),
-                int(self.target.layout_of[index]),
-                int(self.matches.line_of[index]),
-            )
-            groups.setdefault(key, []).append(index)
-        return [self._row(members, moves, stays) for members in groups.values()]
-
-    def _row(self, members: Sequence[int], moves: np.ndarray, stays: np.ndarray) -> tuple[str, ...]:
-        first = members[0]
-        line = self.table.lines[int(self.matches.line_of[first])]
-        example = self._example(first)
-        layout = "" if example is None else self.source.layouts[int(self.source.layout_of[example])].text
-        count = f"  x{len(members)}" if len(members) > 1 else ""
-        return (
-            functools.reduce(common_path, (self.target.paths[index] for index in members)) + count,
-            ", ".join(line.source),
-            line.operations,
-            shape_text(self.target.shapes[first]),
-            str(self.target.dtypes[first]),
-            layout,
-            self.target.layouts[int(self.target.layout_of[first])].text,
-            bytes_text(int(moves[list(members)].sum())),
-            bytes_text(int(stays[list(members)].sum())),
-        )
-
-    @functools.cached_property
-    def _examples(self) -> np.ndarray:
-        """A source array of each target array; -1 where all of it is constant."""
-        examples = np.full(len(self.target), -1)
-        for flow in self.flows:
-            if flow.source is not None:
-                examples[flow.parts.arrays[TARGET]] = flow.parts.arrays[SOURCE]
-        return examples
-
-    def _example(self, target: int) -> int | None:
-        index = int(self._examples[target])
-        return None if index < 0 else index
-
-    def _array_bytes(self) -> tuple[np.ndarray, np.ndarray]:
-        """The bytes of each target array that move, and that stay."""
-        moves, stays = np.zeros(len(self.target), np.int64), np.zeros(len(self.target), np.int64)
-        for flow, route in zip(self.flows, self.schedule.routes, strict=True):
-            if flow.source is None:
-                continue
-            same = route.senders == route.receivers
-            for total, chosen in ((moves, ~same), (stays, same)):
-                np.add.at(total, flow.parts.arrays[TARGET], chosen.sum(axis=(1, 2)) * flow.content_bytes)
-        return moves, stays
+    def _rows(self) -> list[SyncRow]:
+        return sync_rows(self.schedule, self.table, self.matches.line_of)
 
     def _summary(self) -> list[str]:
         sent, received, peak = self.sent_bytes, self.received_bytes, self.peak_bytes
@@ -334,7 +277,7 @@ class SyncPlan:
 
     def __str__(self) -> str:
         rows = self._rows
-        lines = aligned([_HEAD, *rows[:MOST_ROWS]], _RIGHT)
+        lines = aligned([COLUMNS, *(row.cells() for row in rows[:MOST_ROWS])], BYTES_COLUMNS)
         lines += [f"and {len(rows) - MOST_ROWS:,} more"] * (len(rows) > MOST_ROWS)
         return "\n".join([*lines, *self._summary()])
 
@@ -345,13 +288,12 @@ class SyncPlan:
         def row(cells: Sequence[str], tag: str) -> str:
             return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-        body = "".join(row(cells, "td") for cells in self._rows[:MOST_ROWS])
+        body = "".join(row(each.cells(), "td") for each in self._rows[:MOST_ROWS])
         notes = "".join(f"<p>{html.escape(line)}</p>" for line in self._summary())
-        return f"<table><thead>{row(_HEAD, 'th')}</thead><tbody>{body}</tbody></table>{notes}"
+        return f"<table><thead>{row(COLUMNS, 'th')}</thead><tbody>{body}</tbody></table>{notes}"
 
     def to_json(self) -> str:
-        """Returns the plan as JSON: the rows of the table, devices, links, networks and totals."""
-        rows = [dict(zip(_HEAD, cells, strict=True)) for cells in self._rows]
+        """Returns the plan as JSON: the rows of the table, devices, links, networks and totals; the same for equal plans."""
         sent, received, peak = self.sent_bytes, self.received_bytes, self.peak_bytes
         devices = {
             str(device.id): {
@@ -366,7 +308,7 @@ class SyncPlan:
         return _FORMAT.write(
             {
                 "fingerprint": self.fingerprint,
-                "arrays": rows,
+                "arrays": [attrs.asdict(row) for row in self._rows],
                 "devices": devices,
                 "links": _pairs(self.link_bytes),
                 "networks": _pairs(self.network_bytes),
