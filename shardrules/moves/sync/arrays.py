@@ -17,6 +17,7 @@ from shardrules.core.rule import ShardingPlan
 from shardrules.core.spec import UNCONSTRAINED, entries, spec_repr
 from shardrules.core.tree import array_kind, leaf_paths
 from shardrules.moves.schedule import boxes_of
+from shardrules.placement.traced import host_memory
 from shardrules.rules.how import spec_errors
 
 _HOST_DEVICES = 8
@@ -250,6 +251,9 @@ class _Layouts:
         if not isinstance(sharding, Sharding):
             why = "it has no sharding" if sharding is None else f"its sharding is {sharding!r:.60}"
             return finding("no-sharding", why, "Pass a plan with a mesh, placed arrays, or shapes with shardings")
+        memory = host_memory(sharding)
+        if memory is not None:
+            return finding("host-memory", f"it is in {memory} memory", "Move it to the devices first: reshard")
         if isinstance(sharding, NamedSharding):
             spec = sharding.spec
             if spec.unreduced or spec.reduced:

@@ -266,8 +266,8 @@ class SyncPlan:
             f"{bytes_text(self.kept_bytes)} stay"
         )
         lines.append(
-            f"{self.round_count:,} round{'s' * (self.round_count != 1)}; a device sends at most {most[0]}, receives at most {most[1]}, has at most "
-            f"{bytes_text(flight)} in flight, and holds at most {most[2]}"
+            f"{self.round_count:,} round{'s' * (self.round_count != 1)}; a device sends at most {most[0]}, receives at "
+            f"most {most[1]}, has at most {bytes_text(flight)} in flight, and holds at most {most[2]}"
         )
         if self.seconds is not None:
             lines.append(f"modelled time: {self.seconds:.3g} s")
@@ -293,7 +293,7 @@ class SyncPlan:
         return f"<table><thead>{row(COLUMNS, 'th')}</thead><tbody>{body}</tbody></table>{notes}"
 
     def to_json(self) -> str:
-        """Returns the plan as JSON: the rows of the table, devices, links, networks and totals; the same for equal plans."""
+        """Returns the plan as JSON: arrays, devices, links, networks and totals. It is the same for equal plans."""
         sent, received, peak = self.sent_bytes, self.received_bytes, self.peak_bytes
         devices = {
             str(device.id): {

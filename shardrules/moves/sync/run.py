@@ -1,8 +1,7 @@
 """The running of a sync, round by round, between devices of one process or of many."""
 
 import contextlib
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, final
 
 import attrs
@@ -11,16 +10,18 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from shardrules.core.axes import mesh_text
-from shardrules.core.errors import CheckpointError, ConfigError, DisagreementError, NoMeshError, TreeError
+from shardrules.core.errors import ConfigError, DisagreementError, NoMeshError, TreeError
 from shardrules.core.finding import Finding, plan_error
 from shardrules.core.jax_state import process_count
 from shardrules.core.spec import spec_repr
 from shardrules.mesh.processes import exchange
-from shardrules.moves.bits import buffers_of, local_shards
+from shardrules.moves.bits import local_shards
 from shardrules.moves.pieces import exchange_pieces
 from shardrules.moves.prepare import is_deleted
 from shardrules.moves.schedule import Piece
 from shardrules.moves.sync.arrays import Arrays, PlannedDevice, side_name
+from shardrules.moves.sync.checksums import Checksums, bit_sum
+from shardrules.moves.sync.donor import SyncDonor
 from shardrules.moves.sync.schedule import Leg, SyncSchedule
 from shardrules.moves.sync.shards import DeviceShards, HostShards, ShardKind
 from shardrules.moves.sync.strided import SOURCE, TARGET
@@ -119,8 +120,8 @@ class _Run:
     """The source; `None` once an array is freed."""
     old: list[Any] | None
     """The arrays of the target that are replaced."""
-    donor: "_Donor | None"
-    sums: "_Sums | None"
+    donor: "SyncDonor | None"
+    sums: "Checksums | None"
     kind: ShardKind
     here: int
     opened: dict[int, dict[Any, Any]] = attrs.field(factory=dict)
@@ -130,8 +131,8 @@ class _Run:
     @staticmethod
     def of(schedule: SyncSchedule, values: list[Any], old: list[Any] | None, donate: bool, check: bool) -> "_Run":
         is_host = all(device.platform == "cpu" for device in schedule.devices)
-        donor = _Donor.of(schedule, values) if donate else None
-        sums = _Sums.of(len(schedule.target)) if check else None
+        donor = SyncDonor.of(schedule, values) if donate else None
+        sums = Checksums.of(len(schedule.target)) if check else None
         return _Run(
             schedule, values, old, donor, sums, HostShards() if is_host else DeviceShards(), jax.process_index()
         )
@@ -248,7 +249,7 @@ class _Run:
         shards = self.shards[index]
         if self.sums is not None:
             sizes = [step.size for step in flow.inner]
-            self.sums.sent[index] += _sum(np.broadcast_to(np.asarray(content), sizes))
+            self.sums.sent[index] += bit_sum(np.broadcast_to(np.asarray(content), sizes))
         shards[device] = self.kind.join(shards[device], content, flow, offset)
 
     def _begin(self, index: int) -> dict[Any, Any]:
@@ -273,81 +274,5 @@ class _Run:
         assert sharding is not None
         shards = self.shards.pop(index) if index in self.shards else self._begin(index)
         if self.sums is not None:
-            self.sums.arrived[index] = sum(_sum(np.asarray(shard)) for shard in shards.values())
+            self.sums.arrived[index] = sum(bit_sum(np.asarray(shard)) for shard in shards.values())
         self.result[index] = self.kind.finish(target.shapes[index], target.dtypes[index], sharding, shards)
-
-
-def _sum(values: np.ndarray) -> int:
-    """The sum of the bits of all elements, which does not depend on their order."""
-    if not values.size:
-        return 0
-    plain = np.ascontiguousarray(values)
-    size = plain.dtype.itemsize
-    parts = plain.reshape(-1).view(np.uint64 if size % 8 == 0 else np.dtype(f"u{size}"))
-    return int(parts.sum(dtype=np.uint64))
-
-
-@final
-@attrs.define(eq=False)
-class _Sums:
-    """Checksums of each target array: of all that was sent for it to any device, and of what the devices hold."""
-
-    sent: list[int]
-    arrived: list[int]
-
-    @staticmethod
-    def of(count: int) -> "_Sums":
-        return _Sums([0] * count, [0] * count)
-
-    def compare(self, paths: Sequence[str]) -> None:
-        texts = exchange(",".join(map(str, (*self.sent, *self.arrived))), "checksums of a sync", "run", _TIMEOUT)
-        tables = [list(map(int, text.split(","))) for text in texts if text]
-        sums = [sum(column) % 2**64 for column in zip(*tables, strict=True)]
-        sent, arrived = sums[: len(paths)], sums[len(paths) :]
-        wrong = [path for path, a, b in zip(paths, sent, arrived, strict=True) if a != b]
-        if wrong:
-            raise CheckpointError(
-                f"run: the checksums of {len(wrong)} arrays differ from what was sent: {', '.join(wrong[:5])}"
-            )
-
-
-@final
-@attrs.define(eq=False)
-class _Donor:
-    """Frees source arrays after the round that reads them last; buffers that others share stay until theirs."""
-
-    rounds: dict[int, list[int]]
-    uses: Counter[Hashable]
-    waiting: list[int]
-
-    @staticmethod
-    def of(schedule: SyncSchedule, values: Sequence[Any]) -> "_Donor":
-        last = np.full(len(values), -1)
-        deliveries = schedule.deliveries
-        round_of = np.repeat(np.arange(deliveries.round_count), np.diff(deliveries.bounds))
-        for number, flow in enumerate(schedule.flows):
-            if flow.source is not None:
-                chosen = deliveries.flow == number
-                np.maximum.at(last, flow.parts.arrays[SOURCE][deliveries.row[chosen]], round_of[chosen])
-        rounds: dict[int, list[int]] = {}
-        for index in np.flatnonzero(last >= 0).tolist():
-            rounds.setdefault(int(last[index]), []).append(index)
-        return _Donor(rounds, Counter(buffer for value in values for buffer in buffers_of(value)), [])
-
-    def last(self, number: int) -> list[int]:
-        """Returns the arrays that a round reads last."""
-        return self.rounds.get(number, [])
-
-    def free(self, values: list[Any], index: int) -> None:
-        """Deletes an array, and those that waited for it."""
-        self.uses.subtract(buffers_of(values[index]))
-        self.waiting.append(index)
-        waiting, self.waiting = self.waiting, []
-        for each in waiting:
-            # One array may be at several paths of the tree.
-            if values[each].is_deleted():
-                continue
-            if any(self.uses[buffer] for buffer in buffers_of(values[each])):
-                self.waiting.append(each)
-            else:
-                values[each].delete()

@@ -10,7 +10,8 @@ import attrs
 from shardrules.core.errors import ConfigError, ShardRulesError, shown, suggest
 from shardrules.core.storage.files import as_path, read_text, write_text
 from shardrules.core.storage.records import read_toml
-from shardrules.moves.sync.operations import NameOperation, Tied, read_operations
+from shardrules.moves.sync.operation_text import read_operations
+from shardrules.moves.sync.operations import NameOperation, Tied
 from shardrules.moves.sync.pattern import PathPattern
 
 
