@@ -73,6 +73,19 @@ class Devices:
             self.devices.append(device)
         return index
 
+    @property
+    def are_mixed(self) -> bool:
+        """True where some exist and others are made up."""
+        return 0 < sum(isinstance(device, PlannedDevice) for device in self.devices) < len(self.devices)
+
+    def existing(self) -> "Devices":
+        """Returns those that exist."""
+        result = Devices()
+        for device in self.devices:
+            if not isinstance(device, PlannedDevice):
+                result.index(device)
+        return result
+
     def of_mesh(self, mesh: AnyMesh, side: int) -> np.ndarray:
         """Returns the indices of the devices of a mesh, in its shape."""
         if isinstance(mesh, Mesh):

@@ -69,8 +69,10 @@ def plan_sync(
     )
     links = _links(hardware)
     devices = Devices()
-    # Devices that exist first: made-up ones get ids behind theirs.
     old, new = read_arrays(source, 0, devices), read_arrays(target, 1, devices)
+    if devices.are_mixed:  # again, with those that exist first: made-up ones get ids behind theirs
+        devices = devices.existing()
+        old, new = read_arrays(source, 0, devices), read_arrays(target, 1, devices)
     matches = match_arrays(old, new, table)
     if matches.findings:
         raise plan_error("plan_sync", matches.findings)

@@ -45,6 +45,9 @@ def run_schedule(
     _check_devices(schedule)
     values = _values(schedule.source, tree, 0)
     old = None if into is None else _values(schedule.target, into, 1)
+    sources = {id(value) for value in values}
+    if old is not None and any(id(array) in sources for array in old):
+        raise ConfigError("run: `into` has arrays of the source, which would be given up before they are read")
     _check_agreement(fingerprint)
     # 64-bit arrays keep their width, even if JAX's x64 mode is off again by now.
     widths = (jax.dtypes.itemsize_bits(dtype) for dtype in (*schedule.source.dtypes, *schedule.target.dtypes))

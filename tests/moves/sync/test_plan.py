@@ -73,6 +73,15 @@ def test_rounds_are_within_the_limit(limit: int | None) -> None:
     assert kept == {device: 96 * 2048 * 4 // (8 if device < 8 else 3) for device in range(14)}
 
 
+@pytest.mark.parametrize("is_source", [True, False])
+def test_made_up_devices_are_apart_from_those_that_exist(is_source: bool) -> None:
+    shapes = [{"w": placed(mesh, P("a"), 16)} for mesh in (sr.mesh_shape("a:4"), sr.create_mesh("a:8"))]
+    plan = sr.plan_sync(*(shapes if is_source else shapes[::-1]))
+    assert sorted(device.id for device in plan.devices) == list(range(12))
+    assert set(plan.sent_bytes) == set(range(8, 12) if is_source else range(8))
+    assert len(np.unique(plan.networks)) == 2
+
+
 def test_seconds_are_of_the_slowest_device() -> None:
     slow = SimpleNamespace(
         link_bytes_per_second=1e9, link_latency_seconds=0.0, network_bytes_per_second=1e6, network_latency_seconds=1e-3

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -94,6 +94,34 @@ def test_transfers_are_all_that_a_transport_needs(seed: int) -> None:
             expected = case.expected[path][index]
             assert (bits_of(values) == bits_of(expected))[counts == 1].all()
             assert (counts == 1).all() or "pad" in str(case.lines)
+
+
+@pytest.mark.parametrize("kind", ["HostShards", "DeviceShards"])
+def test_every_dtype_empty_arrays_and_explicit_axes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = importlib.import_module("shardrules.moves.sync.shards")
+    monkeypatch.setattr(importlib.import_module("shardrules.moves.sync.run"), "HostShards", getattr(shards, kind))
+    devices = np.array(jax.devices())
+    old = Mesh(devices[:4].reshape(2, 2), ("a", "b"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    new = Mesh(devices[2:], ("c",), axis_types=(AxisType.Explicit,))
+    names = ["int4", "bool", "complex64", "uint32", "float8_e4m3fn", "float64", "int64"]
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        values: dict[str, np.ndarray] = {
+            name: rng.integers(0, 2, (12, 4)).astype(jnp.dtype(name)) for name in names
+        } | {"empty": np.zeros((0, 4), np.float32), "none": np.zeros((12, 0), np.float32)}
+        source = {
+            name: jax.device_put(array, NamedSharding(old, P("a") if len(array) else P()))
+            for name, array in values.items()
+        }
+        target = {
+            name: jax.ShapeDtypeStruct(array.shape[::-1], array.dtype, sharding=NamedSharding(new, P(None, "c")))
+            for name, array in values.items()
+        }
+    plan = sr.plan_sync(source, target, names=[("{name}", "{name}", "transpose(1, 0)")], max_bytes_in_flight=100)
+    result = plan.run(source, check="sums")
+    for name, array in values.items():
+        assert (result[name].dtype, result[name].sharding) == (array.dtype, target[name].sharding)
+        np.testing.assert_array_equal(np.asarray(result[name]), array.T)
 
 
 def test_donated_arrays_are_freed_and_shared_buffers_stay() -> None:

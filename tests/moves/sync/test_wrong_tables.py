@@ -343,6 +343,9 @@ def test_nothing_moves_when_arrays_differ_from_the_plan() -> None:
     assert not source["d"].is_deleted()
     with pytest.raises(sr.errors.TreeError, match="structure of the plan's source"):
         plan.run({"a": source["a"]})
+    same = sr.plan_sync(source, source)
+    with pytest.raises(sr.errors.ConfigError, match="`into` has arrays of the source"):
+        same.run(source, into=source)
     with pytest.raises(sr.errors.ConfigError, match="check must be 'sums' or None"):
         plan.run(source, check="sum")  # pyright: ignore[reportArgumentType]
     planned = sr.plan_sync(
