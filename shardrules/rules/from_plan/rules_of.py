@@ -1,0 +1,74 @@
+"""The rule that a plan becomes, proved equal on every array."""
+
+import re
+from collections.abc import Sequence
+
+from jax.sharding import PartitionSpec
+
+from shardrules.core.finding import Finding, plan_error
+from shardrules.core.leaf import Leaf
+from shardrules.core.rule import ShardingPlan
+from shardrules.rules.from_plan.families import families, single
+from shardrules.rules.from_plan.search import EVERYTHING, shortest
+from shardrules.rules.from_plan.values import Value, gives, placement
+from shardrules.rules.regex import RegexShardingRule
+
+
+def rules_of(plan: ShardingPlan) -> RegexShardingRule:
+    """Returns the shortest readable rule met that gives every array the spec of the plan: see `plan.to_rules`."""
+    paths = plan.survey.in_attr_style().paths()
+    kinds, kind_specs = plan.kinds, plan.kind_specs
+    leaves = [kinds[kind] for kind in plan.kind_indices]
+    specs = [kind_specs[kind] for kind in plan.kind_indices]
+    known = {spec.partitions: placement(spec) for spec in specs}
+    texts = [known[spec.partitions] for spec in specs]
+    _refuse_ambiguous(paths, texts)
+    if not leaves:
+        return RegexShardingRule([(EVERYTHING, PartitionSpec())])
+    every = list(families(paths, texts))
+    while True:
+        pairs = shortest(every, paths, leaves, specs)
+        wrong = _wrong(pairs, paths, leaves, specs, texts)
+        if not wrong:
+            return RegexShardingRule(pairs)
+        # Patterns are chosen by samples: an array for which they decide otherwise becomes one of them.
+        every += [single(paths[index], index) for index in wrong]
+
+
+def _wrong(
+    pairs: Sequence[tuple[str, Value]],
+    paths: Sequence[str],
+    leaves: Sequence[Leaf],
+    specs: Sequence[PartitionSpec],
+    texts: Sequence[str],
+) -> list[int]:
+    """The arrays that patterns with values give another spec than the planned one."""
+    searches = [re.compile(pattern).search for pattern, _ in pairs]
+    known: dict[tuple[object, ...], bool] = {}
+    wrong: list[int] = []
+    for index, (path, leaf, text) in enumerate(zip(paths, leaves, texts, strict=True)):
+        winner = 0
+        while not searches[winner](path):
+            winner += 1
+        key = (winner, text) if isinstance(pairs[winner][1], PartitionSpec) else (winner, text, leaf.shape, leaf.dtype)
+        is_right = known.get(key)
+        if is_right is None:
+            is_right = known[key] = gives(pairs[winner][1], leaf, specs[index])
+        if not is_right:
+            wrong.append(index)
+    return wrong
+
+
+def _refuse_ambiguous(paths: Sequence[str], texts: Sequence[str]) -> None:
+    distinct = dict.fromkeys(zip(paths, texts, strict=True))
+    by_path: dict[str, list[str]] = {}
+    for path, text in distinct:
+        by_path.setdefault(path, []).append(text)
+    why = "several arrays have this path, with the specs"
+    errors = [
+        Finding("error", "ambiguous-path", f"{why} {' and '.join(several)}", path, "Rename one of the keys")
+        for path, several in by_path.items()
+        if len(several) > 1
+    ]
+    if errors:
+        raise plan_error("no pattern can tell these arrays apart", errors)
