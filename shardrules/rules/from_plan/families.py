@@ -9,7 +9,7 @@ import attrs
 NUMBER = "\0"
 """The character that stands for a number in the text of a family. No path is likely to have it."""
 
-_NUMBERS = re.compile("[0-9]+")
+_NUMBERS = re.compile(f"[0-9]+|{NUMBER}")
 _SPECIAL = re.compile(r"[\\.^$*+?{}\[\]|()]")
 _SEPARATOR = re.compile(r"([/.])")
 
@@ -59,6 +59,11 @@ def families(paths: Sequence[str], placements: Sequence[Hashable]) -> Iterator[F
     for position, (path, placement) in enumerate(zip(paths, placements, strict=True)):
         groups.setdefault(_NUMBERS.sub(NUMBER, path), {}).setdefault(placement, []).append(position)
     for text, by_placement in groups.items():
+        places = list(_places(text))
+        # Most texts have one placement, and indices only.
+        if len(by_placement) == 1 and all(places):
+            yield Family(text, (r"\d+",) * len(places), tuple(*by_placement.values()))
+            continue
         columns = {
             placement: [
                 dict.fromkeys(column)
@@ -75,7 +80,7 @@ def families(paths: Sequence[str], placements: Sequence[Hashable]) -> Iterator[F
                 for member in members:
                     yield Family(text, tuple(_NUMBERS.findall(paths[member])), (member,))
                 continue
-            numbers = [_number(list(values), place) for values, place in zip(own, _places(text), strict=True)]
+            numbers = [_number(list(values), place) for values, place in zip(own, places, strict=True)]
             if others and column is not None:
                 numbers[column] = _either(list(own[column]))
             yield Family(text, tuple(numbers), tuple(members))

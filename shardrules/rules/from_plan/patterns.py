@@ -42,7 +42,7 @@ def candidates(family: Family) -> Iterator[tuple[str, float]]:
                 continue
             text = run(first, end)
             closing = "$" if end == last else parts[2 * end + 1]
-            cost = 1 + 0.5 * (end - first) + 0.6 * text.count(_INDEX) + 2 * text.count("(") + 0.1 * (end < last)
+            cost = 1 + 0.5 * (end - first) + 0.1 * (end < last) + _number_cost(text)
             if len(text) >= _LEAST:
                 yield text, cost
                 yield f"{text}{closing}", cost + 0.15
@@ -59,12 +59,17 @@ def candidates(family: Family) -> Iterator[tuple[str, float]]:
             if names[begin] != _INDEX and begin >= last - 1:
                 opening = "" if len(names[first]) >= _LEAST else r"\b" if _NAME_EDGE.match(names[first]) else "(^|/)"
                 text = f"{opening}{names[first]}{parts[2 * first + 1]}.*{run(begin, last)}"
-                cost = 2 + 0.5 * (last - begin) + 2 * text.count("(") + 0.6 * text.count(_INDEX)
+                cost = 2 + 0.5 * (last - begin) + _number_cost(text)
                 yield text, cost
                 yield f"{text}$", cost + 0.15
-    yield f"^{run(0, last)}$", 1.6 if not last else 3 + 0.5 * last
+    yield f"^{run(0, last)}$", 1.6 if not last else 3 + 0.5 * last + _number_cost(run(0, last))
     if last and names[0] != _INDEX:
         yield f"^{names[0]}{parts[1]}", 2.0
+
+
+def _number_cost(text: str) -> float:
+    """The words that the numbers in a pattern count for: of some layers, each has to be read."""
+    return 0.6 * text.count(_INDEX) + 2 * text.count("(") + 0.3 * text.count("|")
 
 
 def joined(patterns: Sequence[str]) -> str:

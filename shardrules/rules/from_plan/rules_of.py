@@ -20,9 +20,13 @@ def rules_of(plan: ShardingPlan) -> RegexShardingRule:
     kinds, kind_specs = plan.kinds, plan.kind_specs
     leaves = [kinds[kind] for kind in plan.kind_indices]
     specs = [kind_specs[kind] for kind in plan.kind_indices]
-    known = {spec.partitions: placement(spec) for spec in specs}
+    known: dict[object, str] = {}
+    for spec in specs:
+        if spec.partitions not in known:
+            known[spec.partitions] = placement(spec)
     texts = [known[spec.partitions] for spec in specs]
-    _refuse_ambiguous(paths, texts)
+    if len(set(paths)) < len(paths):
+        _refuse_ambiguous(paths, texts)
     if not leaves:
         return RegexShardingRule([(EVERYTHING, PartitionSpec())])
     every = list(families(paths, texts))

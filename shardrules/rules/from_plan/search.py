@@ -231,4 +231,10 @@ def shortest(
         for start, caution in itertools.product(dict.fromkeys(own_starts), _CAUTION):
             lists.append(choices.shortened(choices.extended(start, caution, value_count)))
     best = min(lists, key=choices.cost)
-    return [(joined(entry.patterns), choices.values[entry.value_index][0]) for entry in best]
+
+    def first(pattern: str) -> int:
+        matches = _matches(pattern, choices.paths)
+        return matches & -matches
+
+    # Names in the order of the tree.
+    return [(joined(sorted(entry.patterns, key=first)), choices.values[entry.value_index][0]) for entry in best]
