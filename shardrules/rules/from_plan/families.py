@@ -116,6 +116,7 @@ def _either(values: Sequence[str]) -> str:
 
 
 def samples(family: Family, kinds: Sequence[Hashable]) -> tuple[int, ...]:
-    """Returns some members of a family: the first, the last, and one of each kind."""
+    """Returns some members of a family, more of a large one: the first, the last, and one of each kind."""
     by_kind = {kinds[member]: member for member in family.members}
-    return tuple(sorted({family.members[0], family.members[-1], *by_kind.values()}))
+    step = -(-len(family.members) // len(family.members).bit_length())
+    return tuple(sorted({*family.members[::step], family.members[-1], *by_kind.values()}))

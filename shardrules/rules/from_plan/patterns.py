@@ -31,8 +31,8 @@ def candidates(family: Family) -> Iterator[tuple[str, float]]:
         return "".join(parts[2 * first : 2 * end + 1])
 
     for first in range(last + 1):
-        # An index at the beginning counts arguments.
-        if names[first] in (_INDEX, "") or (first == 0 and last and names[0].isdecimal()):
+        # A pattern begins with a name rather than with some numbers of layers.
+        if names[first] in (_INDEX, "") or names[first].startswith("(") or names[first].isdecimal():
             continue
         for word in _WORD.findall(names[first]) if "\\" not in names[first] and "(" not in names[first] else ():
             if word != names[first]:

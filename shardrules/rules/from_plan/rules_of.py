@@ -14,12 +14,20 @@ from shardrules.rules.from_plan.values import Value, gives, placement
 from shardrules.rules.regex import RegexShardingRule
 
 
-def rules_of(plan: ShardingPlan) -> RegexShardingRule:
-    """Returns the shortest readable rule met that gives every array the spec of the plan: see `plan.to_rules`."""
-    paths = plan.survey.in_attr_style().paths()
-    kinds, kind_specs = plan.kinds, plan.kind_specs
-    leaves = [kinds[kind] for kind in plan.kind_indices]
-    specs = [kind_specs[kind] for kind in plan.kind_indices]
+def rules_of(plan: ShardingPlan, *parts: ShardingPlan) -> RegexShardingRule:
+    """Returns the shortest readable rule met that gives every array the spec of the plan: see `plan.to_rules`.
+
+    `parts` are plans of parts of the tree, to whose arrays the rule gives their specs, too, when it is applied to the
+    part alone; but not to an array whose path the whole tree has as well.
+    """
+    paths, leaves, specs = _arrays(plan)
+    for part in parts:
+        known_paths = set(paths)
+        for path, leaf, spec in zip(*_arrays(part), strict=True):
+            if path not in known_paths:
+                paths.append(path)
+                leaves.append(leaf)
+                specs.append(spec)
     known: dict[object, str] = {}
     for spec in specs:
         if spec.partitions not in known:
@@ -37,6 +45,13 @@ def rules_of(plan: ShardingPlan) -> RegexShardingRule:
             return RegexShardingRule(pairs)
         # Patterns are chosen by samples: an array for which they decide otherwise becomes one of them.
         every += [single(paths[index], index) for index in wrong]
+
+
+def _arrays(plan: ShardingPlan) -> tuple[list[str], list[Leaf], list[PartitionSpec]]:
+    """The paths, with the fields of named tuples by name, the leaves and the specs of all arrays of a plan."""
+    kinds, kind_specs = plan.kinds, plan.kind_specs
+    leaves = [kinds[kind] for kind in plan.kind_indices]
+    return list(plan.survey.in_attr_style().paths()), leaves, [kind_specs[kind] for kind in plan.kind_indices]
 
 
 def _wrong(

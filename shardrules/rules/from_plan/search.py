@@ -27,10 +27,13 @@ _STARTS = 3
 _HIDDEN = 10.0
 """The words that a reader has to guess where a rule stands for a single spec. Chosen by hand."""
 
+_SPLIT_REST = 3.0
+"""The words that a list is better off with than with a last spec that splits all that is left. Chosen by hand."""
+
 _CAUTION = (1.0, 3.0)
 """What it counts, beside an array that a pattern sets right, that it sets another one wrong. Chosen by hand."""
 
-_MOST_FAMILIES = 1500
+_MOST_FAMILIES = 400
 """With more families, as where layers have specs by chance, each gets a pattern of its own. Chosen by hand."""
 
 
@@ -53,6 +56,8 @@ class _Choices:
     patterns: tuple[tuple[str, float, int], ...]
     values: tuple[tuple[Value, float], ...]
     suits: tuple[int, ...]
+    has_whole: bool
+    """Some array is whole."""
     placements: tuple[int, ...]
     """The arrays of each placement other than `P()`."""
     paths: tuple[str, ...]
@@ -70,7 +75,10 @@ class _Choices:
         return right
 
     def cost(self, entries: Sequence[Entry]) -> float:
-        rest, cost = self.everything, 0.0
+        # Arrays that come later may have no dimension that the last spec splits: they had better be whole.
+        last = self.values[entries[-1].value_index][0]
+        is_whole = not isinstance(last, PartitionSpec) or last == PartitionSpec() or not self.has_whole
+        rest, cost = self.everything, 0.0 if is_whole else _SPLIT_REST
         for entry in entries:
             own, rest = rest & entry.matches, rest & ~entry.matches
             value, words = self.values[entry.value_index]
@@ -119,17 +127,18 @@ class _Choices:
 
     def shortened(self, entries: list[Entry]) -> list[Entry]:
         """The list without what is idle, and with one entry for several of one value, where that changes nothing."""
-        position = 0
-        while position < len(entries) - 1:
-            without = entries[:position] + entries[position + 1 :]
-            if self.right(without) == self.everything:
-                entries, position = without, 0
-            else:
-                position += 1
-        position = 0
+        entries, position = self._without_idle(entries), 0
         while position < len(entries):
             merged = next(self._merged(entries, position), None)
             entries, position = (entries, position + 1) if merged is None else (merged, position)
+        return self._without_idle(entries)  # an exception may be one no more where another entry moved
+
+    def _without_idle(self, entries: list[Entry]) -> list[Entry]:
+        position = 0
+        while position < len(entries) - 1:
+            without = entries[:position] + entries[position + 1 :]
+            is_idle = self.right(without) == self.everything
+            entries, position = (without, 0) if is_idle else (entries, position + 1)
         return entries
 
     def _merged(self, entries: list[Entry], position: int) -> Iterator[list[Entry]]:
@@ -185,6 +194,7 @@ def _choices(
         tuple(by_matches.values()),
         tuple(values[index] for index in keep),
         tuple(suits[index] for index in keep),
+        PartitionSpec() in plain.values(),
         tuple(suits[index] for index, spec in enumerate(plain.values()) if spec != PartitionSpec()),
         sample_paths,
     )
