@@ -69,7 +69,7 @@ def candidates(family: Family) -> Iterator[tuple[str, float]]:
 
 def _number_cost(text: str) -> float:
     """The words that the numbers in a pattern count for: of some layers, each has to be read."""
-    return 0.6 * text.count(_INDEX) + 2 * text.count("(") + 0.3 * text.count("|")
+    return 0.6 * text.count(_INDEX) + 2 * text.count("(") + min(0.3 * text.count("|"), 5)
 
 
 def joined(patterns: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """The rule that a plan becomes, proved equal on every array."""
 
-import re
 from collections.abc import Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -10,7 +10,7 @@ from shardrules.core.leaf import Leaf
 from shardrules.core.rule import ShardingPlan
 from shardrules.rules.from_plan.families import families, single
 from shardrules.rules.from_plan.search import EVERYTHING, shortest
-from shardrules.rules.from_plan.values import Value, gives, placement
+from shardrules.rules.from_plan.values import gives, placement
 from shardrules.rules.regex import RegexShardingRule
 
 
@@ -39,10 +39,10 @@ def rules_of(plan: ShardingPlan, *parts: ShardingPlan) -> RegexShardingRule:
         return RegexShardingRule([(EVERYTHING, PartitionSpec())])
     every = list(families(paths, texts))
     while True:
-        pairs = shortest(every, paths, leaves, specs)
-        wrong = _wrong(pairs, paths, leaves, specs, texts)
+        rule = RegexShardingRule(shortest(every, paths, leaves, specs))
+        wrong = _wrong(rule, paths, leaves, specs, texts)
         if not wrong:
-            return RegexShardingRule(pairs)
+            return rule
         # Patterns are chosen by samples: an array for which they decide otherwise becomes one of them.
         every += [single(paths[index], index) for index in wrong]
 
@@ -55,24 +55,22 @@ def _arrays(plan: ShardingPlan) -> tuple[list[str], list[Leaf], list[PartitionSp
 
 
 def _wrong(
-    pairs: Sequence[tuple[str, Value]],
+    rule: RegexShardingRule,
     paths: Sequence[str],
     leaves: Sequence[Leaf],
     specs: Sequence[PartitionSpec],
     texts: Sequence[str],
 ) -> list[int]:
-    """The arrays that patterns with values give another spec than the planned one."""
-    searches = [re.compile(pattern).search for pattern, _ in pairs]
+    """The arrays to which a rule gives another spec than the planned one."""
+    values: list[Any] = [value for _, value in rule.rules]
     known: dict[tuple[object, ...], bool] = {}
     wrong: list[int] = []
-    for index, (path, leaf, text) in enumerate(zip(paths, leaves, texts, strict=True)):
-        winner = 0
-        while not searches[winner](path):
-            winner += 1
-        key = (winner, text) if isinstance(pairs[winner][1], PartitionSpec) else (winner, text, leaf.shape, leaf.dtype)
+    for index, (winner, leaf, text) in enumerate(zip(rule.winners(paths), leaves, texts, strict=True)):
+        value = values[winner]
+        key = (winner, text) if isinstance(value, PartitionSpec) else (winner, text, leaf.shape, leaf.dtype)
         is_right = known.get(key)
         if is_right is None:
-            is_right = known[key] = gives(pairs[winner][1], leaf, specs[index])
+            is_right = known[key] = gives(value, leaf, specs[index])
         if not is_right:
             wrong.append(index)
     return wrong

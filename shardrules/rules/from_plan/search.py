@@ -220,13 +220,14 @@ def shortest(
     """
     if len(every) > _MOST_FAMILIES:
         most = max(every, key=lambda family: len(family.members))
-        rest = [
-            (exact(paths[member]), canonical(specs[member]))
+        rest = {
+            paths[member]: canonical(specs[member])
             for family in every
             for member in family.members
             if placement(specs[member]) != placement(specs[most.members[0]])
-        ]
-        return [*rest, (EVERYTHING, canonical(specs[most.members[0]]))]
+        }
+        pairs = [(exact(path), spec) for path, spec in rest.items()]
+        return [*pairs, (EVERYTHING, canonical(specs[most.members[0]]))]
     choices = _choices(every, paths, leaves, specs)
     # Among equals `P()` is the value that a reader expects at the end.
     starts = sorted(

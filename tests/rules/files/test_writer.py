@@ -1,10 +1,10 @@
-"""Rules as text."""
+"""Rules as the text of a file."""
 
 import tomllib
 
 import pytest
 
-from shardrules.cli.init.text import toml_string
+from shardrules.rules.files.writer import toml_string
 
 
 @pytest.mark.parametrize(
