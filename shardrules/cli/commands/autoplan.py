@@ -100,9 +100,9 @@ def _run(args: argparse.Namespace) -> int:
         with working("writing rules"):
             rule: Any = result.to_rules()
             next_best = alternatives(result, len(rule.rules))
-            title = f"Rules of the plan that `shardrules autoplan` found for {args.step}: yours to edit. Paths begin"
-            title += " with the index of an argument."
-            write_rules(args.rules_out, title, result.plan, rule, next_best)
+            title = f"Rules for {args.step}, as `shardrules autoplan` planned it: yours to edit."
+            scope = "Paths begin with the index of an argument."
+            write_rules(args.rules_out, (title, scope), result.plan, rule, next_best)
     if args.format == "json":
         show(report.to_json())
     else:

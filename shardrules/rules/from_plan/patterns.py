@@ -17,7 +17,8 @@ LONGEST = 88
 """The characters of a pattern of several names; with `path = ` and quotes a line has 100. Chosen by hand."""
 
 _WORD = re.compile(r"[A-Z]?[a-z]{2,}|[A-Z]{3,}")
-_WORD_ENDS = re.compile("([_/])")
+_WORD_ENDS = re.compile(r"(/\.\*|[_/])")
+_WHOLE_WORD = re.compile(r"\([^()]*\)|[^()|]*")  # not a piece of some alternatives
 _INDEX = r"\d+"
 _NAME_EDGE = re.compile(r"\w")
 
@@ -87,18 +88,28 @@ def joined(patterns: Sequence[str]) -> str:
 
 def _common(texts: Sequence[str], *, needs_group: bool) -> str:
     """The texts as alternatives; those that differ in one word have the others once."""
+    parts, merged = list(texts), _merged(texts)
+    while len(merged) < len(parts):
+        parts, merged = merged, _merged(merged)
+    return f"({'|'.join(parts)})" if needs_group and len(parts) > 1 else "|".join(parts)
+
+
+def _merged(texts: Sequence[str]) -> list[str]:
+    """The texts, with one for those that differ in one word, as far as one word is not all of them."""
     rest, parts = list(texts), []
     while rest:
-        groups: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+        groups: dict[tuple[int, tuple[str, ...]], list[tuple[str, str]]] = {}
         for text in rest:
             words = _WORD_ENDS.split(text)
-            for place in range(0, len(words), 2):
-                groups.setdefault((place, (*words[:place], "", *words[place + 1 :])), []).append(text)
-        (place, frame), members = max(groups.items(), key=lambda item: (len(item[1]), item[0][0]))
-        if len(members) == 1 or len(frame) == 1:
-            parts += rest
-            break
-        words = "|".join(_WORD_ENDS.split(member)[place] for member in members)
-        parts.append("".join((*frame[:place], f"({words})", *frame[place + 1 :])))
-        rest = [text for text in rest if text not in members]
-    return f"({'|'.join(parts)})" if needs_group and len(parts) > 1 else "|".join(parts)
+            for place in range(0, len(words), 2) if len(words) > 1 else ():
+                if _WHOLE_WORD.fullmatch(words[place]):
+                    frame = (*words[:place], "", *words[place + 1 :])
+                    groups.setdefault((place, frame), []).append((words[place], text))
+        (place, frame), members = max(
+            groups.items(), key=lambda item: (len(item[1]), item[0][0]), default=((0, ()), [])
+        )
+        if len(members) < 2:
+            return parts + rest
+        parts.append("".join((*frame[:place], f"({'|'.join(word for word, _ in members)})", *frame[place + 1 :])))
+        rest = [text for text in rest if text not in [member for _, member in members]]
+    return parts

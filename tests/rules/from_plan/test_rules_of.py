@@ -1,6 +1,5 @@
 """The rules of a plan: equal on every leaf, for models as people name them and for trees that make it hard."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
