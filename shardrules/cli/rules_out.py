@@ -37,14 +37,22 @@ def check_rules_out(args: argparse.Namespace) -> None:
 
 def write_rules(
     file: Path,
-    title: str,
+    titles: Sequence[str],
     plan: ShardingPlan,
     rule: RegexShardingRule,
     next_best: Callable[[Leaf], str] | None = None,
     optimizer: str | None = None,
 ) -> None:
-    """Writes the rules of a plan; `next_best` says what else the largest array of a rule might be."""
-    lines = [f"# {printable(title)}", *READING.split("\n"), "", f"mesh = {toml_string(mesh_text(plan.mesh))}"]
+    """Writes the rules of a plan below some lines of `titles`.
+
+    `next_best` says what else the largest array of a rule might be.
+    """
+    lines = [
+        *(f"# {printable(title)}" for title in titles),
+        *READING.split("\n"),
+        "",
+        f"mesh = {toml_string(mesh_text(plan.mesh))}",
+    ]
     lines += [f"optimizer = {toml_string(optimizer)}"] if optimizer else []
     write(file, proved_text([*lines, *rules_text(rule, comments(plan, rule, next_best))], rule, file))
 
@@ -60,7 +68,7 @@ def comments(
         taken[winner].append(index)
     leaves, kind_specs = plan.leaves, plan.kind_specs
     specs = [kind_specs[kind] for kind in plan.kind_indices]
-    for (_, value), indices in zip(rule.rules, taken, strict=True):
+    for indices in taken:
         own = [leaves[index] for index in indices]
         if not own:
             yield ["No array yet."]

@@ -92,11 +92,11 @@ def _run(args: argparse.Namespace) -> int:
         with working("writing rules"):
             rule: Any = plan.to_rules()
             next_best = alternatives(plan.planned, len(rule.rules))
-            title = f"Rules of the plan that `shardrules train-plan` found for {args.loss}, yours to edit: for (model, "
-            title += "state), and for the model alone."
+            title = f"Rules for training by {args.loss}, as `shardrules train-plan` planned it: yours to edit."
+            scope = "They are for the pair of model and optimizer state, and for the model alone."
             write_rules(
                 args.rules_out,
-                title,
+                (title, scope),
                 plan.as_rule().plan(plan.planned.args[:2], plan.mesh),
                 rule,
                 next_best,

@@ -60,5 +60,5 @@ def test_an_axis_with_a_meaning_in_files_is_refused() -> None:
 
 
 def test_a_rule_without_a_text_is_refused() -> None:
-    with pytest.raises(ConfigError, match="ReplicateShardingRule.*has no text for a file of rules yet"):
+    with pytest.raises(ConfigError, match=r"ReplicateShardingRule.*has no text for a file of rules yet"):
         list(rules_text(sr.RegexShardingRule([("w", sr.ReplicateShardingRule())])))

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.core.axes import AnyMesh
+from shardrules.rules.from_plan.patterns import joined
 from shardrules.rules.regex import RegexShardingRule
 from tests import zoo
 from tests.zoo import TREES, f32
@@ -39,6 +40,23 @@ def specs_of(plan: sr.ShardingPlan) -> list[P]:
 
 def plan_of(specs: Any, tree: Any, mesh: AnyMesh | None = MESH) -> sr.ShardingPlan:
     return sr.SpecTreeShardingRule(specs).plan(tree, mesh)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "text"),
+    [
+        (["norm"], "norm"),
+        (["norm", "bias"], "norm|bias"),
+        (["q_proj/weight", "k_proj/weight", "norm"], "(q|k)_proj/weight|norm"),
+        ([r"\bwq$", r"\bwk$"], r"\b(wq|wk)$"),
+        ([r"\bup$", "bias"], r"\bup$|bias"),
+        (["mu/.*up", "nu/.*up", "mu/.*down", "nu/.*down"], "(mu|nu)/.*(up|down)"),
+        (["a/(0|1)/w", "a/(2|3)/w"], "a/((0|1)|(2|3))/w"),
+        (["(a_b|c)/w", "(a_d|c)/w"], "(a_b|c)/w|(a_d|c)/w"),
+    ],
+)
+def test_several_patterns_are_one(patterns: list[str], text: str) -> None:
+    assert joined(patterns) == text
 
 
 def layer(wide: P, back: P) -> tuple[dict[str, Any], dict[str, Any]]:
