@@ -47,9 +47,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.mesh is None and args.plan is None:
         raise UsageError("no mesh: pass --mesh data:16,model:4, axes and sizes; or a --plan, which has one")
     planned = None if args.plan is None else read_plan(named_path(args.plan))
-    if args.mesh is None and (planned is None or planned.mesh is None):
+    if args.mesh is None and planned is not None and planned.mesh is None:
         raise UsageError(f"{args.plan} has no mesh: pass --mesh data:16,model:4, axes and sizes")
-    mesh = read_mesh(args.mesh or mesh_text(planned.mesh if planned is not None else None))
+    mesh = read_mesh(args.mesh or mesh_text(None if planned is None else planned.mesh))
     name = _portable(args.model)
     with working(f"loading {args.model}"):
         model = load_model(args.model)
@@ -60,8 +60,8 @@ def _run(args: argparse.Namespace) -> int:
         if planned is None:
             text, specs = guess_rules(name, whole, str(GOLDEN), args.optimizer)
         else:
-            part = part_of(planned, args.plan, model.tree, whole)
-            text, specs = rules_of_plan(name, args.plan, part, str(GOLDEN), args.optimizer)
+            part = part_of(planned, str(args.plan), model.tree, whole)
+            text, specs = rules_of_plan(name, str(args.plan), part, str(GOLDEN), args.optimizer)
         # The plan is made from the text as it is written, so that the golden plan is what a check will find.
         plan = _plan_as_written(text, specs, model, mesh)
     subject = [name, "--rules", str(RULES)]

@@ -44,10 +44,10 @@ def rule_values(
                 axes[entry[0] if len(entry) == 1 else entry] = None
     fully = [FSDPShardingRule(axis, size) for axis in axes for size in _least_sizes(leaves, specs)]
     by_dim = [DimShardingRule(axis, dim) for axis in axes for dim in _DIMS]
-    yield from ((rule, 2.5) for rule in (*fully, *by_dim))
+    yield from ((rule, 3.5) for rule in (*fully, *by_dim))
     for first, second in itertools.product(by_dim, fully):
         if not set(_names(first.axis)) & set(_names(second.axis)):
-            yield first | second, 5.0
+            yield first | second, 6.0
 
 
 def _names(axis: Axis) -> tuple[str, ...]:
