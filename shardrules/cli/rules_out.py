@@ -63,22 +63,22 @@ def comments(
     """Yields the lines of a comment for each pattern: which arrays it takes, and their bytes."""
     sizes = mesh_sizes(plan.mesh)
     winners = rule.winners(plan.survey.in_attr_style().paths())
-    taken: list[list[int]] = [[] for _ in rule.rules]
+    groups: list[list[int]] = [[] for _ in rule.rules]
     for index, winner in enumerate(winners):
-        taken[winner].append(index)
+        groups[winner].append(index)
     leaves, kind_specs = plan.leaves, plan.kind_specs
     specs = [kind_specs[kind] for kind in plan.kind_indices]
-    for indices in taken:
-        own = [leaves[index] for index in indices]
-        if not own:
+    for indices in groups:
+        members = [leaves[index] for index in indices]
+        if not members:
             yield ["No array yet."]
             continue
-        whole = sum(leaf.nbytes for leaf in own)
+        whole = sum(leaf.nbytes for leaf in members)
         each = sum(leaves[index].shard_bytes(specs[index], sizes) for index in indices)
-        largest = max(own, key=lambda leaf: leaf.nbytes)
-        count = f"{len(own):,} array{'s' * (len(own) != 1)}, {bytes_text(whole)} in all, {bytes_text(each)} per device"
+        largest = max(members, key=lambda leaf: leaf.nbytes)
+        count = f"{len(members):,} array{'s' * (len(members) != 1)}"
         yield [
-            f"{count}; the largest is {printable(largest.path) or 'the tree'}.",
+            f"{count}, {bytes_text(whole)} in all, {bytes_text(each)} per device; the largest is {printable(largest.path) or 'the tree'}.",
             *([f"There, {next_best(largest)}."] if next_best is not None and largest.ndim else []),
         ]
 

@@ -168,7 +168,7 @@ class RegexShardingRule(LeavesShardingRule):
         return Verdict(tuple(decisions), tuple(findings), idle)
 
     def winners(self, paths: Iterable[str]) -> list[int]:
-        """Returns the index of the first pattern that matches each path, or the number of patterns."""
+        """Returns the index of the first pattern that matches each of `paths`, or the number of patterns."""
         index, matchers = self._index, self._matchers
         winners: list[int] = []
         # The loop that every leaf of a large tree goes through: `enumerate` would make a tuple for each pattern tried.

@@ -22,10 +22,10 @@ def part_of(planned: ShardingPlan, file: str, tree: Any, whole: ShardingPlan) ->
     arguments = dict.fromkeys(path.partition("/")[0] for path in specs)
     missing: list[tuple[str, tuple[int, ...]]] = []
     for start in ("", *(f"{name}/" for name in arguments)):
-        wanted = [((start + path).rstrip("/"), path, shape) for path, shape, _ in whole.planned()]
-        lacking = [(path, shape) for full, path, shape in wanted if specs.get(full, ((-1,), None))[0] != shape]
+        places = [((start + path).rstrip("/"), path, shape) for path, shape, _ in whole.planned()]
+        lacking = [(path, shape) for full, path, shape in places if specs.get(full, ((-1,), None))[0] != shape]
         if not lacking:
-            pairs = tuple((path, specs[full][1]) for full, path, _ in wanted)
+            pairs = tuple((path, specs[full][1]) for full, path, _ in places)
             return SpecTreeShardingRule(pairs).plan(tree, whole.mesh).check()
         missing = lacking if not missing or len(lacking) < len(missing) else missing
     path, shape = missing[0]

@@ -73,16 +73,16 @@ def families(paths: Sequence[str], placements: Sequence[Hashable]) -> Iterator[F
         }
         most = max(by_placement, key=lambda placement: len(by_placement[placement]))
         for placement, members in by_placement.items():
-            own = columns[placement]
+            own_columns = columns[placement]
             others = [columns[other] for other in by_placement if other != placement]
-            column = _telling(own, others)
+            column = _telling(own_columns, others)
             if others and column is None and placement != most:
                 for member in members:
                     yield Family(text, tuple(_NUMBERS.findall(paths[member])), (member,))
                 continue
-            numbers = [_number(list(values), place) for values, place in zip(own, places, strict=True)]
+            numbers = [_number(list(values), place) for values, place in zip(own_columns, places, strict=True)]
             if others and column is not None:
-                numbers[column] = _either(list(own[column]))
+                numbers[column] = _either(list(own_columns[column]))
             yield Family(text, tuple(numbers), tuple(members))
 
 
@@ -91,14 +91,14 @@ def single(path: str, member: int) -> Family:
     return Family(_NUMBERS.sub(NUMBER, path), tuple(_NUMBERS.findall(path)), (member,))
 
 
-def _telling(own: Sequence[dict[str, None]], others: Sequence[Sequence[dict[str, None]]]) -> int | None:
+def _telling(own_columns: Sequence[dict[str, None]], others: Sequence[Sequence[dict[str, None]]]) -> int | None:
     """The number that a family shares with no other, the one with the fewest values."""
     columns = [
         column
-        for column, values in enumerate(own)
+        for column, values in enumerate(own_columns)
         if all(values.keys().isdisjoint(other[column].keys()) for other in others)
     ]
-    return min(columns, key=lambda column: len(own[column]), default=None)
+    return min(columns, key=lambda column: len(own_columns[column]), default=None)
 
 
 def _places(text: str) -> Iterator[bool]:

@@ -22,17 +22,17 @@ def rules_of(plan: ShardingPlan, *parts: ShardingPlan) -> RegexShardingRule:
     """
     paths, leaves, specs = _arrays(plan)
     for part in parts:
-        known_paths = set(paths)
+        path_set = set(paths)
         for path, leaf, spec in zip(*_arrays(part), strict=True):
-            if path not in known_paths:
+            if path not in path_set:
                 paths.append(path)
                 leaves.append(leaf)
                 specs.append(spec)
-    known: dict[object, str] = {}
+    text_by_spec: dict[object, str] = {}
     for spec in specs:
-        if spec.partitions not in known:
-            known[spec.partitions] = placement(spec)
-    texts = [known[spec.partitions] for spec in specs]
+        if spec.partitions not in text_by_spec:
+            text_by_spec[spec.partitions] = placement(spec)
+    texts = [text_by_spec[spec.partitions] for spec in specs]
     if len(set(paths)) < len(paths):
         _refuse_ambiguous(paths, texts)
     if not leaves:
@@ -63,14 +63,14 @@ def _wrong(
 ) -> list[int]:
     """The arrays to which a rule gives another spec than the planned one."""
     values: list[Any] = [value for _, value in rule.rules]
-    known: dict[tuple[object, ...], bool] = {}
+    answers: dict[tuple[object, ...], bool] = {}
     wrong: list[int] = []
     for index, (winner, leaf, text) in enumerate(zip(rule.winners(paths), leaves, texts, strict=True)):
         value = values[winner]
         key = (winner, text) if isinstance(value, PartitionSpec) else (winner, text, leaf.shape, leaf.dtype)
-        is_right = known.get(key)
+        is_right = answers.get(key)
         if is_right is None:
-            is_right = known[key] = gives(value, leaf, specs[index])
+            is_right = answers[key] = gives(value, leaf, specs[index])
         if not is_right:
             wrong.append(index)
     return wrong

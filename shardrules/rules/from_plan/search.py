@@ -80,10 +80,10 @@ class _Choices:
         is_whole = not isinstance(last, PartitionSpec) or last == PartitionSpec() or not self.has_whole
         rest, cost = self.everything, 0.0 if is_whole else _SPLIT_REST
         for entry in entries:
-            own, rest = rest & entry.matches, rest & ~entry.matches
+            members, rest = rest & entry.matches, rest & ~entry.matches
             value, words = self.values[entry.value_index]
             # A rule that says no more than one spec does hides it.
-            is_spec = isinstance(value, PartitionSpec) or sum(bool(own & bits) for bits in self.placements) > 1
+            is_spec = isinstance(value, PartitionSpec) or sum(bool(members & bits) for bits in self.placements) > 1
             cost += 2 + entry.cost + words + (0 if is_spec else _HIDDEN)
         return cost
 
@@ -201,13 +201,13 @@ def _choices(
 
 
 def _suits(value: Value, leaves: Sequence[Leaf], specs: Sequence[PartitionSpec]) -> int:
-    known: dict[tuple[object, ...], bool] = {}
+    answers: dict[tuple[object, ...], bool] = {}
     bits = 0
     for bit, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
         key = (leaf.shape, leaf.dtype, placement(spec))
-        if key not in known:
-            known[key] = gives(value, leaf, spec)
-        bits |= known[key] << bit
+        if key not in answers:
+            answers[key] = gives(value, leaf, spec)
+        bits |= answers[key] << bit
     return bits
 
 
