@@ -7,7 +7,9 @@ DeepSeek-V3 under the rules in `trees.py` and fully sharded, the rules forgotten
 applied to the same tree, and the specs are compared leaf by leaf, as placements. The time is that
 of `to_rules` alone, in seconds of a core.
 
-**Last answer.** LAST_ANSWER
+**Last answer.** 2026-11-28, 2 busy cores of an AMD EPYC, JAX 0.10.2, plans on data:4,model:2. All rules are equal to their
+plans. The seven models take 3 to 6 rules (the convolution net 6), the sixteen kinds 2 to 6, in 0.01 to 0.1 s; the ViT 1 and
+5, the Llama 405B 1 and 3, DeepSeek-V3 1 and 4, its 45,395 leaves in 0.24 to 0.32 s.
 
 Run it as `python benchmarks/rules_of_plans.py`; see `--help` for less. It needs the extras `cuda` and `bench`.
 """

@@ -77,8 +77,9 @@ def comments(
         each = sum(leaves[index].shard_bytes(specs[index], sizes) for index in indices)
         largest = max(members, key=lambda leaf: leaf.nbytes)
         count = f"{len(members):,} array{'s' * (len(members) != 1)}"
+        size = f"{bytes_text(whole)} in all, {bytes_text(each)} per device"
         yield [
-            f"{count}, {bytes_text(whole)} in all, {bytes_text(each)} per device; the largest is {printable(largest.path) or 'the tree'}.",
+            f"{count}, {size}; the largest is {printable(largest.path) or 'the tree'}.",
             *([f"There, {next_best(largest)}."] if next_best is not None and largest.ndim else []),
         ]
 
