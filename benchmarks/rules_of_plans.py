@@ -1,15 +1,14 @@
 """How long are the rules that plans become, and how long does it take to find them?
 
 **Method.** `plan.to_rules()` of the plans that `autoplan` finds for the seven models and the sixteen kinds of
-`plan_models/` on 8 H100s, which need not be present; of the fully sharded training of the models in `early_models/`
-with AdamW as experts write it; of the ViT-L/16 of big_vision under its own strategies; and of a Llama 405B and a
-DeepSeek-V3 under the rules in `trees.py` and fully sharded, the rules forgotten and only their specs left. Each rule is
-applied to the same tree, and the specs are compared leaf by leaf, as placements. The time is that
-of `to_rules` alone, in seconds of a core.
+`plan_models/` on 8 H100s, which need not be present; of the ViT-L/16 of big_vision, fully sharded and split by heads;
+and of a Llama 405B and a DeepSeek-V3 under the rules in `trees.py` and fully sharded. Of the last three only the specs
+are given. Each rule is applied to the same tree, and the specs are compared leaf by leaf, as placements. The time is
+that of `to_rules` alone, in seconds of a core.
 
-**Last answer.** 2026-11-28, 2 busy cores of an AMD EPYC, JAX 0.10.2, plans on data:4,model:2. All rules are equal to their
-plans. The seven models take 3 to 6 rules (the convolution net 6), the sixteen kinds 2 to 6, in 0.01 to 0.1 s; the ViT 1 and
-5, the Llama 405B 1 and 3, DeepSeek-V3 1 and 4, its 45,395 leaves in 0.24 to 0.32 s.
+**Last answer.** 2026-11-28, 2 busy cores of an AMD EPYC, JAX 0.10.2. All rules are equal to their plans. The seven
+models take 3 to 6 rules, the sixteen kinds 2 to 7, in 0.01 to 0.1 s; the ViT-L 1 and 5, the Llama 405B 1 and 3,
+DeepSeek-V3 1 and 4, its 45,395 leaves in 0.24 to 0.32 s.
 
 Run it as `python benchmarks/rules_of_plans.py`; see `--help` for less. It needs the extras `cuda` and `bench`.
 """

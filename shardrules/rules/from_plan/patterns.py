@@ -66,6 +66,9 @@ def candidates(family: Family) -> Iterator[tuple[str, float]]:
     yield f"^{run(0, last)}$", 1.6 if not last else 3 + 0.5 * last + _number_cost(run(0, last))
     if last and names[0] != _INDEX:
         yield f"^{names[0]}{parts[1]}", 2.0
+        if names[last] != _INDEX and last > 1:
+            opening = "" if len(names[last]) >= _LEAST else r"\b" if _NAME_EDGE.match(names[last]) else "(^|/)"
+            yield f"^{names[0]}{parts[1]}.*{opening}{names[last]}$", 2.6 + _number_cost(names[last])
 
 
 def _number_cost(text: str) -> float:
