@@ -3,6 +3,8 @@
 import functools
 import hashlib
 import html
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, final
 
@@ -184,13 +186,11 @@ class SyncPlan:
         """
         amounts = self.deliveries.in_flight.copy()
         for arrays in (self.source, self.target):
-            counts: dict[tuple[int, str], int] = {}
-            for index, dtype in zip(arrays.layout_of.tolist(), arrays.dtypes, strict=True):
-                counts[index, str(dtype)] = counts.get((index, str(dtype)), 0) + 1
-            by_name = {str(dtype): itemsize(dtype) for dtype in dict.fromkeys(arrays.dtypes)}
+            counts = Counter(zip(arrays.layout_of.tolist(), arrays.dtypes, strict=True))
             for (index, dtype), count in counts.items():
-                layout = arrays.layouts[index]
-                amounts[np.unique(layout.owners)] += count * by_name[dtype] * int(np.prod(layout.cell, dtype=np.int64))
+                if index >= 0:  # others are not used, and their devices are not known
+                    layout = arrays.layouts[index]
+                    amounts[np.unique(layout.owners)] += count * itemsize(dtype) * math.prod(layout.cell)
         return {device.id: int(amount) for device, amount in zip(self.devices, amounts, strict=True)}
 
     @property

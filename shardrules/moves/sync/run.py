@@ -21,7 +21,8 @@ from shardrules.moves.prepare import is_deleted
 from shardrules.moves.schedule import Piece
 from shardrules.moves.sync.arrays import Arrays, PlannedDevice, side_name
 from shardrules.moves.sync.checksums import Checksums, bit_sum
-from shardrules.moves.sync.donor import SyncDonor
+from shardrules.moves.sync.donor import SyncDonor, live_buffers
+from shardrules.moves.sync.flows import itemsize
 from shardrules.moves.sync.schedule import Leg, SyncSchedule
 from shardrules.moves.sync.shards import DeviceShards, HostShards, ShardKind
 from shardrules.moves.sync.strided import SOURCE, TARGET
@@ -43,15 +44,17 @@ def run_schedule(
     if check not in (None, "sums"):
         raise ConfigError(f"check must be 'sums' or None, got {check!r:.60}")
     _check_devices(schedule)
-    values = _values(schedule.source, tree, 0)
-    old = None if into is None else _values(schedule.target, into, 1)
-    sources = {id(value) for value in values}
-    if old is not None and any(id(array) in sources for array in old):
+    used = [flow.parts.arrays[SOURCE].tolist() for flow in schedule.flows if flow.source is not None]
+    read = sorted(set().union(*used))
+    values = _values(schedule.source, tree, 0, read)
+    old = None if into is None else _values(schedule.target, into, 1, range(len(schedule.target)))
+    sources = {} if old is None else dict.fromkeys(buffer for value in values for buffer in live_buffers(value))
+    if any(buffer in sources for array in old or () for buffer in live_buffers(array)):
         raise ConfigError("run: `into` has arrays of the source, which would be given up before they are read")
     _check_agreement(fingerprint)
     # 64-bit arrays keep their width, even if JAX's x64 mode is off again by now.
-    widths = (jax.dtypes.itemsize_bits(dtype) for dtype in (*schedule.source.dtypes, *schedule.target.dtypes))
-    wide = max(widths, default=0) > 32
+    dtypes = dict.fromkeys((*[schedule.source.dtypes[index] for index in read], *schedule.target.dtypes))
+    wide = max(map(itemsize, dtypes), default=0) > 4
     with jax.transfer_guard("allow"), jax.enable_x64(True) if wide else contextlib.nullcontext():
         run = _Run.of(schedule, values, old, donate, check == "sums")
         result = run.run()
@@ -67,17 +70,16 @@ def _check_devices(schedule: SyncSchedule) -> None:
         )
 
 
-def _values(arrays: Arrays, tree: Any, side: int) -> list[Any]:
-    """The arrays of a tree, after comparing each with the plan."""
+def _values(arrays: Arrays, tree: Any, side: int, used: Sequence[int]) -> list[Any]:
+    """The arrays of a tree, after comparing those that are used with the plan."""
     try:
         values = arrays.flatten(tree)
     except (ValueError, TypeError, IndexError) as error:
         raise TreeError(f"run: the tree does not have the structure of the plan's {side_name(side)}: {error}") from None
     findings: list[Finding] = []
-    for path, shape, dtype, sharding, value in zip(
-        arrays.paths, arrays.shapes, arrays.dtypes, arrays.shardings, values, strict=True
-    ):
-        why = _difference(value, shape, dtype, sharding)
+    for index in used:
+        path, shape = arrays.paths[index], arrays.shapes[index]
+        why = _difference(values[index], shape, arrays.dtypes[index], arrays.shardings[index])
         if why:
             findings.append(Finding("error", "other-array", why, path, "Plan with this tree, or place it", shape))
     if findings:
@@ -87,7 +89,7 @@ def _values(arrays: Arrays, tree: Any, side: int) -> list[Any]:
 
 def _difference(value: Any, shape: tuple[int, ...], dtype: Any, sharding: Any) -> str:
     if not isinstance(value, jax.Array):
-        return f"it is a {type(value).__name__}, not an array of JAX"
+        return f"its type is {type(value).__name__}, not jax.Array"
     if is_deleted(value):
         return "it was deleted or donated"
     if value.shape != shape or value.dtype != dtype:
@@ -261,7 +263,8 @@ class _Run:
         sharding, shape = target.shardings[index], target.shapes[index]
         assert sharding is not None
         old = None if self.old is None else self.old[index]
-        if old is not None and isinstance(self.kind, DeviceShards):
+        # An array at two paths is taken by the first.
+        if old is not None and isinstance(self.kind, DeviceShards) and not is_deleted(old):
             return dict(local_shards(old))
         if old is not None:
             old.delete()

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.moves.bits import with_sharding
 from shardrules.moves.sync.plan import SyncPlan
 from tests.moves.cases import bits_of
 from tests.moves.sync.sync_cases import DEVICE_SETS, Case, random_case
@@ -134,6 +135,47 @@ def test_donated_arrays_are_freed_and_shared_buffers_stay() -> None:
     result = sr.plan_sync(source, shapes, names=table, max_bytes_in_flight=16).run(source, donate=True)
     assert [result[name].tolist() == (np.arange(16) + (name == "z")).tolist() for name in "xyz"] == [True] * 3
     assert [path for path, array in source.items() if not array.is_deleted()] == ["rest"]
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_unused_arrays_may_be_anything(donate: bool) -> None:
+    mesh, other = (sr.create_mesh("a:4", devices=jax.devices()[first : first + 4]) for first in (0, 4))
+    source = {
+        "x": jax.device_put(jnp.arange(16.0), NamedSharding(mesh, P("a"))),
+        "opt": {"count": jnp.zeros((), jnp.int32), "mu": np.ones(3), "half": jnp.ones(4)},
+        "key": jax.random.key(0),
+    }
+    source["opt"]["half"].delete()
+    target = {"x": jax.ShapeDtypeStruct((16,), jnp.float32, sharding=NamedSharding(other, P("a")))}
+    plan = sr.plan_sync(source, target, names=sr.reports.NameTable([("x", "x")], ["opt/{*rest}", "key"]))
+    assert plan.peak_bytes[0] == 16 + 16 == plan.peak_bytes[4] - plan.deliveries.in_flight[4] + 16
+    assert "unused: opt/{*rest}, key" in str(plan)
+    # Their shapes may be others by now.
+    tree = {**source, "opt": {**source["opt"], "count": jnp.zeros((2, 2))}}
+    assert plan.run(tree, donate=donate)["x"].tolist() == list(range(16))
+    assert source["x"].is_deleted() == donate
+    assert not source["key"].is_deleted()
+
+
+@pytest.mark.parametrize("kind", ["HostShards", "DeviceShards"])
+def test_arrays_that_are_given_up_may_be_tied_and_not_those_of_the_source(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = importlib.import_module("shardrules.moves.sync.shards")
+    monkeypatch.setattr(importlib.import_module("shardrules.moves.sync.run"), "HostShards", getattr(shards, kind))
+    mesh, other = (sr.create_mesh("a:4", devices=jax.devices()[first : first + 4]) for first in (0, 4))
+    source = {"x": jax.device_put(jnp.arange(16.0), NamedSharding(mesh, P("a")))}
+    shape = jax.ShapeDtypeStruct((16,), jnp.float32, sharding=NamedSharding(other, P("a")))
+    plan = sr.plan_sync(source, {"x": shape, "y": shape}, names=[("x", "x"), ("x", "y", "tied()")])
+    old = plan.run(source)["x"]
+    result = plan.run(source, into={"x": old, "y": old})
+    assert old.is_deleted()
+    assert result["x"].tolist() == result["y"].tolist() == list(range(16))
+    # The same memory under another array.
+    same = sr.plan_sync(source, source, names=[("x", "x", "scale(2.0)")])
+    with pytest.raises(sr.errors.ConfigError, match="`into` has arrays of the source"):
+        same.run(source, into={"x": with_sharding(source["x"], source["x"].sharding)})
+    assert source["x"].tolist() == list(range(16))
 
 
 def test_a_wrong_value_on_the_way_is_found_by_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
