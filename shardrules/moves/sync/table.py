@@ -74,7 +74,8 @@ class NameLine:
 
 _KEYS = ("source", "target", "operations")
 
-_IDENTITY = "{*path}"
+IDENTITY = "{*path}"
+"""The pattern of any path."""
 
 
 def _as_lines(values: Any) -> tuple[NameLine, ...]:
@@ -144,7 +145,7 @@ class NameTable:
         if isinstance(value, NameTable):
             return value
         if value is None:
-            return NameTable([(_IDENTITY, _IDENTITY)])
+            return NameTable([(IDENTITY, IDENTITY)])
         if isinstance(value, str | Path):
             return NameTable.load(value)
         return NameTable(value)
