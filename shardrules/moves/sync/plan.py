@@ -259,6 +259,7 @@ class SyncPlan:
         sent, received, peak = self.sent_bytes, self.received_bytes, self.peak_bytes
         crossing, flight = sum(self.network_bytes.values()), int(self.deliveries.in_flight.max(initial=0))
         most = [bytes_text(max(amounts.values(), default=0)) for amounts in (sent, received, peak)]
+        rounds = f"{self.round_count:,} round{'s' * (self.round_count != 1)}"
         lines = [
             f"{len(self.source):,} arrays become {len(self.target):,}{way}",
             (
@@ -266,8 +267,8 @@ class SyncPlan:
                 f"{bytes_text(crossing)} cross between hosts; {bytes_text(self.kept_bytes)} stay"
             ),
             (
-                f"{self.round_count:,} round{'s' * (self.round_count != 1)}; a device sends at most {most[0]}, receives "
-                f"{most[1]}, has {bytes_text(flight)} in flight, and holds {most[2]}"
+                f"{rounds}; a device sends at most {most[0]}, receives {most[1]}, has {bytes_text(flight)} in flight, "
+                f"and holds {most[2]}"
             ),
         ]
         if self.seconds is not None:
