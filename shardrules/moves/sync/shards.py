@@ -2,7 +2,7 @@
 
 import abc
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import attrs
@@ -122,13 +122,13 @@ class DeviceShards(ShardKind):
         return shard
 
     def blank(self, shape: tuple[int, ...], dtype: Any, device: Any) -> jax.Array:
-        return device_put(np.zeros(shape, dtype), SingleDeviceSharding(device))
+        return _zeros(shape, dtype, device)()
 
     def cut(self, shard: jax.Array, flow: PartFlow, offset: Sequence[int]) -> jax.Array:
-        return _cut(shard, _on(shard, offset), steps=_shape(flow.inner, SOURCE))
+        return _cut(shard, np.array(offset, np.int32), steps=_shape(flow.inner, SOURCE))
 
     def join(self, shard: jax.Array, content: Any, flow: PartFlow, offset: Sequence[int]) -> jax.Array:
-        return _join(shard, content, _on(shard, offset), steps=_shape(flow.inner, TARGET))
+        return _join(shard, content, np.array(offset, np.int32), steps=_shape(flow.inner, TARGET))
 
     def change(self, content: Any, changes: Changes) -> Any:
         if changes and changes[0][0] == "fill":  # a constant has no device
@@ -139,7 +139,7 @@ class DeviceShards(ShardKind):
         return content
 
     def send(self, content: jax.Array, device: Any) -> jax.Array:
-        return device_put(content, SingleDeviceSharding(device), may_alias=False)
+        return device_put(content, device)
 
     def to_device(self, content: jax.Array, device: Any) -> jax.Array:
         return content
@@ -160,8 +160,10 @@ def _shape(steps: Sequence[StridedStep], side: Side) -> _Steps:
     return tuple((step.size, step.dims[side], step.strides[side]) for step in steps)
 
 
-def _on(shard: jax.Array, offset: Sequence[int]) -> jax.Array:
-    return device_put(np.array(offset, np.int32), shard.sharding)
+@functools.lru_cache(1024)
+def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], jax.Array]:
+    """A program for a device, which does not send zeros there."""
+    return jit(lambda: jnp.zeros(shape, dtype), out_shardings=SingleDeviceSharding(device))
 
 
 def _window(steps: _Steps, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
