@@ -38,7 +38,7 @@ class Deliveries:
 def order_deliveries(
     flows: Sequence[PartFlow], routes: Sequence[Routes], limit_bytes: int, device_count: int
 ) -> Deliveries:
-    """Returns the contents in rounds. A device counts what it receives, and what it has cut out to send."""
+    """Returns the contents in rounds. A device counts what it receives, and what it has cut out to send or to keep."""
     flow_index = [np.full(len(flow.parts) * flow.width, index, np.int32) for index, flow in enumerate(flows)]
     rows = [np.repeat(np.arange(len(flow.parts), dtype=np.int32), flow.width) for flow in flows]
     contents = [np.tile(np.arange(flow.width, dtype=np.int32), len(flow.parts)) for flow in flows]
@@ -73,8 +73,11 @@ def _bounds(
         count = len(flow.parts) * flow.width
         places = place[start : start + count].reshape(len(flow.parts), flow.width, 1)
         start += count
-        moves = route.senders != route.receivers
-        for device, chosen in ((route.receivers, moves), (route.senders, moves & ~route.relayed)):
+        comes = np.full(route.receivers.shape, flow.source is not None)
+        for device, chosen in (
+            (route.receivers, comes),
+            (route.senders, comes & (route.senders != route.receivers) & ~route.relayed),
+        ):
             by_flow.append((device * total + places)[chosen])
             counts.append(len(by_flow[-1]))
             amounts.append(flow.content_bytes)

@@ -150,6 +150,8 @@ class _Run:
         for number, chosen in enumerate(deliveries.rounds()):
             legs = list(self.schedule.legs(chosen))
             self._move([leg for leg in legs if not leg.is_relayed], [leg for leg in legs if leg.is_relayed])
+            # Devices run behind: the next round would be on its way, too.
+            jax.block_until_ready([shard for shards in self.shards.values() for shard in shards.values()])
             # Contents come target by target: those before the next one's are complete.
             following = chosen.stop
             first = len(self.result)
@@ -160,7 +162,6 @@ class _Run:
                 self._finish(index)
             done = max(done, first)
             if self.donor is not None:
-                jax.block_until_ready([array for array in self.result[:first] if array is not None])
                 for index in self.donor.last(number):
                     self.opened.pop(index, None)
                     self.donor.free(self.values, index)
@@ -238,8 +239,8 @@ class _Run:
                 device: self.kind.open(shard) for device, shard in local_shards(self.values[index]).items()
             }
         shard = shards[self.schedule.devices[leg.sender]]
-        content = self.kind.cut(shard, flow, flow.offsets(SOURCE, leg.row, leg.content))
-        return self.kind.change(content, flow.parts.changes) if flow.casts_first else content
+        changes = flow.parts.changes if flow.casts_first else ()
+        return self.kind.cut(shard, flow, flow.offsets(SOURCE, leg.row, leg.content), changes)
 
     def _arrive(self, leg: Leg, content: Any, relays: Any, passed: dict[Any, Any]) -> None:
         flow = leg.flow

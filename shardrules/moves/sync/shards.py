@@ -32,8 +32,8 @@ class ShardKind(abc.ABC):
         """Returns a new shard without values."""
 
     @abc.abstractmethod
-    def cut(self, shard: Any, flow: PartFlow, offset: Sequence[int]) -> Any:
-        """Returns the content that begins at an offset of a shard of the source."""
+    def cut(self, shard: Any, flow: PartFlow, offset: Sequence[int], changes: Changes) -> Any:
+        """Returns the content that begins at an offset of a shard of the source, after it is cast and scaled."""
 
     @abc.abstractmethod
     def join(self, shard: Any, content: Any, flow: PartFlow, offset: Sequence[int]) -> Any:
@@ -71,8 +71,8 @@ class HostShards(ShardKind):
     def blank(self, shape: tuple[int, ...], dtype: Any, device: Any) -> np.ndarray:
         return aligned_empty(shape, np.dtype(dtype))
 
-    def cut(self, shard: np.ndarray, flow: PartFlow, offset: Sequence[int]) -> np.ndarray:
-        return _view(shard, flow.inner, SOURCE, offset)
+    def cut(self, shard: np.ndarray, flow: PartFlow, offset: Sequence[int], changes: Changes) -> np.ndarray:
+        return self.change(_view(shard, flow.inner, SOURCE, offset), changes)
 
     def join(self, shard: np.ndarray, content: Any, flow: PartFlow, offset: Sequence[int]) -> np.ndarray:
         _view(shard, flow.inner, TARGET, offset)[...] = content
@@ -124,8 +124,12 @@ class DeviceShards(ShardKind):
     def blank(self, shape: tuple[int, ...], dtype: Any, device: Any) -> jax.Array:
         return _zeros(shape, dtype, device)()
 
-    def cut(self, shard: jax.Array, flow: PartFlow, offset: Sequence[int]) -> jax.Array:
-        return _cut(shard, np.array(offset, np.int32), steps=_shape(flow.inner, SOURCE))
+    def cut(self, shard: jax.Array, flow: PartFlow, offset: Sequence[int], changes: Changes) -> jax.Array:
+        # A content is never in memory in the wider dtype.
+        dtype, rest = (
+            (changes[0][1], changes[1:]) if changes[:1] and changes[0][0] == "cast" else (shard.dtype, changes)
+        )
+        return self.change(_cut(shard, np.array(offset, np.int32), steps=_shape(flow.inner, SOURCE), dtype=dtype), rest)
 
     def join(self, shard: jax.Array, content: Any, flow: PartFlow, offset: Sequence[int]) -> jax.Array:
         return _join(shard, content, np.array(offset, np.int32), steps=_shape(flow.inner, TARGET))
@@ -185,18 +189,18 @@ def _indices(steps: _Steps, starts: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(places)
 
 
-@functools.partial(jit, static_argnames=("steps",))
-def _cut(shard: jax.Array, starts: jax.Array, *, steps: _Steps) -> jax.Array:
+@functools.partial(jit, static_argnames=("steps", "dtype"))
+def _cut(shard: jax.Array, starts: Any, *, steps: _Steps, dtype: Any) -> jax.Array:
     window = _window(steps, shard.ndim)
     if window is None:
-        return shard[_indices(steps, starts)]
+        return shard[_indices(steps, starts)].astype(dtype)
     shape, order = window
-    box = lax.dynamic_slice(shard, list(starts), shape)
+    box = lax.dynamic_slice(shard, list(starts), shape).astype(dtype)
     return box.transpose(order).reshape([size for size, _, _ in steps])
 
 
 @functools.partial(jit, static_argnames=("steps",), donate_argnums=0)
-def _join(shard: jax.Array, content: jax.Array, starts: jax.Array, *, steps: _Steps) -> jax.Array:
+def _join(shard: jax.Array, content: jax.Array, starts: Any, *, steps: _Steps) -> jax.Array:
     window = _window(steps, shard.ndim)
     content = jnp.broadcast_to(content, [size for size, _, _ in steps]).astype(shard.dtype)
     if window is None:
