@@ -6,7 +6,6 @@ from typing import Any, Literal, final
 
 import attrs
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from shardrules.core.axes import mesh_text
@@ -20,9 +19,9 @@ from shardrules.moves.pieces import exchange_pieces
 from shardrules.moves.prepare import is_deleted
 from shardrules.moves.schedule import Piece
 from shardrules.moves.sync.arrays import Arrays, PlannedDevice, side_name
-from shardrules.moves.sync.checksums import Checksums, bit_sum
+from shardrules.moves.sync.checksums import Checksums
 from shardrules.moves.sync.donor import SyncDonor, live_buffers
-from shardrules.moves.sync.flows import itemsize
+from shardrules.moves.sync.flows import PartFlow, itemsize
 from shardrules.moves.sync.schedule import Leg, SyncSchedule
 from shardrules.moves.sync.shards import DeviceShards, HostShards, ShardKind
 from shardrules.moves.sync.strided import SOURCE, TARGET
@@ -137,7 +136,7 @@ class _Run:
     def of(schedule: SyncSchedule, values: list[Any], old: list[Any] | None, donate: bool, check: bool) -> "_Run":
         is_host = all(device.platform == "cpu" for device in schedule.devices)
         donor = SyncDonor.of(schedule, values) if donate else None
-        sums = Checksums.of(len(schedule.target)) if check else None
+        sums = Checksums.of(schedule) if check else None
         return _Run(
             schedule, values, old, donor, sums, HostShards() if is_host else DeviceShards(), jax.process_index()
         )
@@ -226,9 +225,19 @@ class _Run:
         return tuple(step.size for step in leg.flow.inner), dtype
 
     def _content(self, leg: Leg, passed: dict[Any, Any]) -> Any:
-        """A content in the form in which it travels."""
-        if leg.is_relayed:
-            return passed[id(leg.flow), leg.row, leg.content, leg.sender]
+        """A content in the form in which it travels, on the device that sends it."""
+        content = passed[id(leg.flow), leg.row, leg.content, leg.sender] if leg.is_relayed else self._cut(leg)
+        if self.sums is not None:
+            self.sums.add_sent(leg, self._changed(leg.flow, content))
+        return content
+
+    def _changed(self, flow: PartFlow, content: Any) -> Any:
+        """A content as it is written, after it has come."""
+        return (
+            content if flow.source is not None and flow.casts_first else self.kind.change(content, flow.parts.changes)
+        )
+
+    def _cut(self, leg: Leg) -> Any:
         flow = leg.flow
         if flow.source is None:
             return None
@@ -246,16 +255,12 @@ class _Run:
         flow = leg.flow
         if (id(flow), leg.row, leg.content, leg.receiver) in relays:
             passed[id(flow), leg.row, leg.content, leg.receiver] = content
-        if flow.source is None or not flow.casts_first:
-            content = self.kind.change(content, flow.parts.changes)
+        content = self._changed(flow, content)
         index, device = int(flow.parts.arrays[TARGET][leg.row]), self.schedule.devices[leg.receiver]
         if index not in self.shards:
             self.shards[index] = self._begin(index)
         offset = flow.offsets(TARGET, leg.row, leg.content)
         shards = self.shards[index]
-        if self.sums is not None:
-            sizes = [step.size for step in flow.inner]
-            self.sums.sent[index] += bit_sum(np.broadcast_to(np.asarray(content), sizes))
         shards[device] = self.kind.join(shards[device], content, flow, offset)
 
     def _begin(self, index: int) -> dict[Any, Any]:
@@ -281,5 +286,5 @@ class _Run:
         assert sharding is not None
         shards = self.shards.pop(index) if index in self.shards else self._begin(index)
         if self.sums is not None:
-            self.sums.arrived[index] = sum(bit_sum(np.asarray(shard)) for shard in shards.values())
+            self.sums.add_arrived(index, shards)
         self.result[index] = self.kind.finish(target.shapes[index], target.dtypes[index], sharding, shards)
