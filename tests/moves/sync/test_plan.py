@@ -1,6 +1,7 @@
 """Schedules and reports of syncs: who sends, what crosses, rounds, peaks, seconds, and the forms of a plan."""
 
 import json
+import math
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +72,24 @@ def test_rounds_are_within_the_limit(limit: int | None) -> None:
     assert plan.round_count >= plan.received_bytes[8] / (limit or 256 * MIB)
     kept = {device: plan.peak_bytes[device] - flight[index] for index, device in enumerate(plan.peak_bytes)}
     assert kept == {device: 96 * 2048 * 4 // (8 if device < 8 else 3) for device in range(14)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "old", "new"),
+    [
+        ((1024, 512), ("fsdp:8", P("fsdp")), ("tp:8", P(None, "tp"))),
+        ((1024, 512), ("fsdp:8", P("fsdp")), ("tp:4", P("tp"))),
+        ((64, 128, 128), ("fsdp:8,tp:4", P(None, "fsdp", "tp")), ("tp:8", P(None, None, "tp"))),
+        ((64, 128, 128), ("fsdp:8,tp:4", P(None, "fsdp", "tp")), ("dp:4,tp:8", P(None, None, "tp"))),
+        ((64, 128, 128), ("fsdp:64", P(None, "fsdp")), ("dp:8,tp:8", P(None, "tp"))),
+    ],
+)
+def test_all_devices_are_busy_in_each_round(shape: tuple[int, ...], old: Any, new: Any) -> None:
+    """There are no more rounds than the device with the most bytes needs, and one more."""
+    limit = math.prod(shape) * 4 // 32
+    plan = plan_one(shape, old, new, limit)
+    most = max(*plan.sent_bytes.values(), *plan.received_bytes.values())
+    assert plan.round_count <= most / limit + 1
 
 
 @pytest.mark.parametrize("is_source", [True, False])
