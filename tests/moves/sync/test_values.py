@@ -129,6 +129,23 @@ def test_every_dtype_empty_arrays_and_explicit_axes(kind: str, monkeypatch: pyte
         np.testing.assert_array_equal(np.asarray(result[name]), array.T)
 
 
+@pytest.mark.parametrize(
+    ("shape", "operations", "expected"),
+    [
+        ((6, 0), "deinterleave(0, 3)", np.zeros((6, 0))),
+        ((0, 4), "pad(0, 0, 8, 1) | interleave(0, 2)", np.ones((8, 4))),
+        ((4, 0), "reshape(0, 4) | pad(0, 1, 0, 2)", np.full((1, 4), 2)),
+        ((4, 2), "crop(0, 2, 2) | reshape(2, 0) | pad(1, 0, 3, 2)", np.full((2, 3), 2)),
+    ],
+)
+def test_arrays_that_are_empty_at_some_step(shape: tuple[int, ...], operations: str, expected: np.ndarray) -> None:
+    mesh = sr.create_mesh("a:4", devices=jax.devices()[:4])
+    source = {"x": jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, P()))}
+    target = {"x": jax.ShapeDtypeStruct(expected.shape, jnp.float32, sharding=NamedSharding(mesh, P()))}
+    result = sr.plan_sync(source, target, names=[("x", "x", operations)]).run(source, check="sums")
+    np.testing.assert_array_equal(np.asarray(result["x"]), expected)
+
+
 def test_donated_arrays_are_freed_and_shared_buffers_stay() -> None:
     mesh = sr.create_mesh("a:4", devices=jax.devices()[:4])
     target = NamedSharding(sr.create_mesh("b:4", devices=jax.devices()[4:]), P("b"))
