@@ -87,8 +87,8 @@ def _check_run(values: np.ndarray, groups: np.ndarray, count: int, capture: str,
     if (sizes == len(expected)).all():
         return
     present = np.sort(values[groups == int(np.argmax(sizes != len(expected)))]).tolist()
-    known = dict.fromkeys(present)
-    missing = list(itertools.islice((number for number in expected if number not in known), _MOST_LISTED))
+    members = dict.fromkeys(present)
+    missing = list(itertools.islice((number for number in expected if number not in members), _MOST_LISTED))
     rest = len(expected) - len(present) - len(missing)
     listed = ", ".join(map(str, missing)) + (f" and {rest} more" if rest else "")
     is_run = present == list(range(present[0], present[0] + len(present)))
