@@ -212,14 +212,14 @@ def test_a_shard_that_is_written_wrong_is_told_by_checksums(spoil: Any, monkeypa
     module = importlib.import_module("shardrules.moves.sync.shards")
     join = module.HostShards.join
 
-    def spoiled(self: Any, shard: np.ndarray, content: Any, flow: Any, offset: Any) -> np.ndarray:
+    def wrong_join(self: Any, shard: np.ndarray, content: Any, flow: Any, offset: Any) -> np.ndarray:
         shard = join(self, shard, content, flow, offset)
         spoil(shard)
         return shard
 
     plan, source = _plan_between_halves()
     plan.run(source, check="sums")
-    monkeypatch.setattr(module.HostShards, "join", spoiled)
+    monkeypatch.setattr(module.HostShards, "join", wrong_join)
     with pytest.raises(sr.errors.CheckpointError, match=r"checksums of 1 arrays differ.*: x"):
         plan.run(source, check="sums")
 
@@ -238,8 +238,8 @@ def test_values_that_change_between_devices_are_told_by_checksums(monkeypatch: p
     order = {4: 5, 5: 4, 6: 6, 7: 7}
     module = importlib.import_module("shardrules.moves.sync.shards")
     monkeypatch.setattr(module.HostShards, "send", lambda _, content, device: values[order[device.id] - 4])
-    received = plan.run(source)["x"].tolist()
-    assert received == [*range(4, 8), *range(4), *range(8, 16)]
+    result = plan.run(source)["x"].tolist()
+    assert result == [*range(4, 8), *range(4), *range(8, 16)]
     with pytest.raises(sr.errors.CheckpointError, match=r"checksums of 1 arrays differ.*: x"):
         plan.run(source, check="sums")
 
