@@ -32,8 +32,8 @@ _TAKE_A_PART = ("slice", "dynamic-slice", "gather")
 _UPDATE_IN_PLACE = ("dynamic-update-slice", "scatter")
 _SAME_BYTES = ("bitcast", "reshape")
 _SAME_ELEMENTS = (*_SAME_BYTES, "bitcast-convert", "convert", "copy", "transpose")
-_COMPUTED_WHERE_USED = (*ELEMENTWISE, "exponential", "log", "logistic", "tanh", "compare")
-"""Operations that a fusion computes only for the elements that are taken later."""
+_COMPUTED_WHERE_USED = (*ELEMENTWISE, "exponential", "log", "logistic", "tanh", "compare", "pad")
+"""Operations that a fusion computes only for the elements that are taken later: of padding it reads none."""
 _MAY_STAY_IN_PLACE = (*_SAME_BYTES, *_UPDATE_IN_PLACE, "convert")
 """Operations whose result may be in the memory of their operand."""
 
@@ -193,7 +193,8 @@ class Fusion:
                 if user.op in (*_SAME_ELEMENTS, *_COMPUTED_WHERE_USED) or (
                     elements is not None and user.op in _UPDATE_IN_PLACE
                 ):
-                    pending.append((Value(computation.name, user.name), in_place and user.op in _MAY_STAY_IN_PLACE))
+                    stays = user.op in _MAY_STAY_IN_PLACE or self._copies_in_place(computation, user)
+                    pending.append((Value(computation.name, user.name), in_place and stays))
                 elif user.op == "fusion":
                     called = self._called(user)
                     pairs = zip(user.operands, called.parameters, strict=True)
@@ -224,6 +225,20 @@ class Fusion:
         """The result of the fusion in this one that calls a computation."""
         call = self.program.callers(computation.name)[0]
         return Value(call.caller, call.instruction.name)
+
+    def _copies_in_place(self, computation: Computation, instruction: Instruction) -> bool:
+        """A copy that is an inner fusion by itself, whose result is in the memory of its operand.
+
+        The compiler for TPUs writes so what it reads in other tiles:
+
+            %fusion.1 = bf16[80,64]{1,0:T(8,128)} fusion(%stack), output_to_operand_aliasing={{}: (0, {})}, calls=%copy
+        """
+        if instruction.op != "copy" or computation is self.top or instruction.name != computation.root:
+            return False
+        call = self._call_of(computation)
+        aliases = self.program.instruction(call).attributes.get("output_to_operand_aliasing", "")
+        parameter = computation.by_name[_behind_bitcasts(computation, instruction.operands[0])]
+        return parameter.op == "parameter" and aliases == f"{{{{}}: ({parameter.literal}, {{}})}}"
 
     def _results(self, value: Value) -> Iterator[Value]:
         """Yields the arrays in a value, through tuples of tuples."""
@@ -256,8 +271,10 @@ class Fusion:
         while True:
             computation, instruction = self.program.find(value.computation), self.program.instruction(value)
             operand = instruction.operands[0] if instruction.operands else ""
-            is_same = instruction.op in _SAME_BYTES or (
-                instruction.op == "convert" and _contains(array, computation.by_name[operand].types[0])
+            is_same = (
+                instruction.op in _SAME_BYTES
+                or (instruction.op == "convert" and _contains(array, computation.by_name[operand].types[0]))
+                or self._copies_in_place(computation, instruction)
             )
             source = Value(computation.name, operand) if is_same else self.program.flow.source(value)
             # A parameter of the fusion itself is in memory, and its maker outside of the kernel.
