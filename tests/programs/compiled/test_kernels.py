@@ -344,6 +344,19 @@ def test_only_libraries_have_scratch_memory() -> None:
                ROOT %d = f64[64,8] dynamic-update-slice(%b, %v, %j, %z)""",
             (X + 4, 2 * X),
         ),
+        # Of what is padded the elements that are used.
+        (
+            """%o = f32[] constant(0); %w = f32[66,8] pad(%p, %o), padding=1_1x0_0
+               ROOT %s = f32[1,8] dynamic-slice(%w, %j, %z), dynamic_slice_sizes={1,8}""",
+            (ROW + 4, ROW),
+        ),
+        ("%o = f32[] constant(0); ROOT %w = f32[66,8] pad(%p, %o), padding=1_1x0_0", (X, X + 2 * ROW)),
+        # A rounded update.
+        (
+            """%n = f32[1,8] reduce-precision(%u), exponent_bits=8, mantissa_bits=7
+               ROOT %d = f32[64,8] dynamic-update-slice(%p, %n, %j, %z)""",
+            (4, ROW),
+        ),
         # Several results, one updated in place.
         (
             """%s = f32[1,8] dynamic-slice(%p, %j, %z), dynamic_slice_sizes={1,8}; %n = f32[1,8] negate(%s)
@@ -370,6 +383,27 @@ def test_fusions_in_fusions_are_one_kernel() -> None:
         "%n = f32[1,8] negate(%s1); ROOT %w = f32[64,8] fusion(%b, %n, %j), kind=kLoop, calls=%h"
     )
     assert moved(only(CALL, inner + fused(outer))) == (ROW + 4, ROW)
+
+
+@pytest.mark.parametrize(
+    ("aliasing", "expected"),
+    [
+        (", output_to_operand_aliasing={{}: (0, {})}", (4, ROW)),
+        # In other memory than its operand it is a copy.
+        ("", (X + 4, X)),
+    ],
+)
+def test_updates_of_arrays_in_other_tiles_move_only_the_update(aliasing: str, expected: tuple[int, int]) -> None:
+    """As the compiler for TPUs writes them: the array is copied into other tiles, without leaving its memory."""
+    inner = (
+        "%g (q: f32[64,8]) -> f32[64,8] {\n  %q = f32[64,8]{1,0:T(16,128)} parameter(0)\n"
+        "  ROOT %c = f32[64,8]{1,0:T(8,128)} copy(%q)\n}\n\n"
+    )
+    outer = (
+        f"%b = f32[64,8] fusion(%p), kind=kLoop{aliasing}, calls=%g; "
+        "ROOT %d = f32[64,8] dynamic-update-slice(%b, %u, %j, %z)"
+    )
+    assert moved(only(CALL, inner + fused(outer))) == expected
 
 
 def test_a_collective_inside_a_fusion_is_not_counted() -> None:
