@@ -80,7 +80,7 @@ def _expert_layer(dims: Dims, recipe: Recipe, platform: str = "", is_dense: bool
     if dims.experts is None:
         return None
     mlp = dims.mlp if is_dense else 0
-    return ExpertLayer(dims.embed, dims.heads, dims.head_dim, dims.experts, recipe, platform, _rotary, mlp)
+    return ExpertLayer(dims.embed, dims.heads, dims.head_dim, dims.experts, recipe, platform, mlp)
 
 
 def _layer_shapes(dims: Dims, recipe: Recipe, is_dense: bool = False) -> dict[str, tuple[tuple[int, ...], P]]:
