@@ -106,15 +106,19 @@ def gathered_bytes(program: CompiledProgram, computation: Computation, instructi
 
 
 def _short_rows_bytes(computation: Computation, instruction: Instruction) -> int:
+    if instruction.op not in ("gather", "scatter"):
+        return 0
+    array = computation.by_name[instruction.operands[0]].types[0]
     if instruction.op == "gather":
         sizes, moved = instruction.dims("slice_sizes"), instruction.types[0].size
-    elif instruction.op == "scatter":
-        update = computation.by_name[instruction.operands[-1]].types[0]
-        sizes, moved = [update.shape[dim] for dim in instruction.dims("update_window_dims")], update.size
     else:
+        update = computation.by_name[instruction.operands[-1]].types[0]
+        window, moved = iter(instruction.dims("update_window_dims")), update.size
+        single = (*instruction.dims("inserted_window_dims"), *instruction.dims("input_batching_dims"))
+        sizes = [1 if dim in single else update.shape[next(window)] for dim in range(len(array.shape))]
+    if array.piece_bytes(sizes) > ROW_BYTES:
         return 0
-    row_bytes = _packed_bytes(instruction.types[0], math.prod(sizes))
-    return sum(_packed_bytes(result, moved) for result in instruction.types) if row_bytes <= ROW_BYTES else 0
+    return sum(_packed_bytes(result, moved) for result in instruction.types)
 
 
 def pass_count(program: CompiledProgram, computation: Computation, instruction: Instruction) -> int:
@@ -325,9 +329,9 @@ def _behind_bitcasts(computation: Computation, name: str) -> str:
 
 
 def _bytes(types: Iterable[ArrayType]) -> int:
-    return sum(array.nbytes for array in types)
+    return sum(array.stored_bytes for array in types)
 
 
 def _packed_bytes(array: ArrayType, elements: int) -> int:
-    """The bytes of so many elements of an array."""
-    return -(-elements * array.bits // 8)
+    """The bytes of so many elements of an array, with their share of its padding."""
+    return -(-elements * array.stored_bytes // max(1, array.size))

@@ -434,7 +434,8 @@ def test_a_collective_inside_a_fusion_is_not_counted() -> None:
         (
             (
                 "  %u = f32[1,8] constant({...})\n  %y = f32[64,8] constant({...})\n"
-                "  ROOT %s = (f32[64,8], f32[64,8]) scatter(%x, %y, %i, %u, %u), to_apply=%add\n"
+                "  ROOT %s = (f32[64,8], f32[64,8]) scatter(%x, %y, %i, %u, %u), "
+                "update_window_dims={0,1}, to_apply=%add\n"
             ),
             3 * 8 * 4 + 4,
             2 * 8 * 4,
