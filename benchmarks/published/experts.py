@@ -5,6 +5,7 @@ Tokens are permuted, multiplied by their experts and permuted back on each devic
 `recipe.transposed` the width of the model (MaxText's axis `tensor_transpose`).
 """
 
+from collections.abc import Callable
 from typing import Any, Literal, final
 
 import attrs
@@ -16,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from published.attention import BATCH, attend
 from published.recipe import Recipe
 
-_TILES = (512, 1024, 1024)
-"""Rows, and the widths before and after a matmul, that the kernel of experts works on at a time: MaxText's defaults."""
+_TILE_ROWS = 512
+"""The rows that the kernel of experts works on at a time: MaxText's default."""
 
 
 @final
@@ -30,15 +31,19 @@ class ExpertDims:
     mlp: int
     """The hidden width of an expert, and of each expert that all tokens share."""
 
-    key_value_rank: int
+    key_value_rank: int = 0
+    """The width of the vectors that keys and values are made of. 0 is for layers of experts beside an MLP, which have
+    the attention of a decoder without experts: Gemma's."""
+
     query_rank: int = 0
     """The width of the vectors that queries are made of; 0 where they are made of the model's."""
 
     shared: int = 1
     """The experts that all tokens share."""
 
-    scores: Literal["sigmoid", "softmax"] = "sigmoid"
-    """The shares of experts: DeepSeek-V3's, which are divided by their sum, and whose choice has a bias, or V2's."""
+    scores: Literal["sigmoid", "softmax", "normed softmax"] = "sigmoid"
+    """The shares of experts: DeepSeek-V3's, which are divided by their sum, and whose choice has a bias; V2's; or
+    Gemma's, which are divided by their sum."""
 
     rotary_dim: int = 0
     """How much of a query and a key is rotated, beside the `head_dim` that is not."""
@@ -67,7 +72,6 @@ class ExpertLayer:
         embed, heads, dims = self.embed, self.heads, self.dims
         shared_mlp = self.dense_mlp or dims.shared * dims.mlp
         width, mlp = (("fsdp", "tensor"), None) if self.recipe.transposed else ("fsdp", "tensor")
-        up, down = P(None, width, mlp), P(None, mlp, width)
         query, key = self.head_dim + dims.rotary_dim, 2 * self.head_dim
         shapes = {
             "norm_attention": ((embed,), P("tensor")),
@@ -90,14 +94,7 @@ class ExpertLayer:
             shapes["query"] = ((embed, heads, query), P(width, "tensor"))
         if self.dense_mlp:
             return shapes
-        if dims.scores == "sigmoid":
-            shapes["router_bias"] = ((dims.count,), P())
-        return shapes | {
-            "router": ((embed, dims.count), P(width, None)),
-            "gate": ((dims.count, embed, dims.mlp), up),
-            "up": ((dims.count, embed, dims.mlp), up),
-            "down": ((dims.count, dims.mlp, embed), down),
-        }
+        return shapes | Experts(dims, self.recipe, self.platform, jax.nn.silu).shapes(embed)
 
     def __call__(self, x: Any, weights: dict[str, Any]) -> Any:
         """What the layer returns for (batch, length, embed)."""
@@ -137,10 +134,36 @@ class ExpertLayer:
 
     def _routed(self, x: Any, weights: dict[str, Any]) -> Any:
         logits = jnp.einsum("bse,ec->bsc", x, weights["router"])
-        if self.dims.scores == "sigmoid":
-            scores, bias = jax.nn.sigmoid(logits.astype(jnp.float32)), weights["router_bias"]
-        else:
-            scores, bias = jax.nn.softmax(logits), None
+        return Experts(self.dims, self.recipe, self.platform, jax.nn.silu)(x, logits, weights)
+
+
+@final
+@attrs.frozen
+class Experts:
+    """The experts that tokens are sent to."""
+
+    dims: ExpertDims
+    recipe: Recipe
+    platform: str
+    activation: Callable[[Any], Any]
+
+    def shapes(self, embed: int) -> dict[str, tuple[tuple[int, ...], P]]:
+        """The weights of all experts, and of the logits by which they are chosen, with MaxText's specs."""
+        dims, transposed = self.dims, self.recipe.transposed
+        width, mlp = (("fsdp", "tensor"), None) if transposed else ("fsdp", "tensor")
+        up, down = P(None, width, mlp), P(None, mlp, width)
+        bias = {"router_bias": ((dims.count,), P())} if dims.scores == "sigmoid" else {}
+        return bias | {
+            "router": ((embed, dims.count), P(width, None)),
+            "expert_gate": ((dims.count, embed, dims.mlp), up),
+            "expert_up": ((dims.count, embed, dims.mlp), up),
+            "expert_down": ((dims.count, dims.mlp, embed), down),
+        }
+
+    def __call__(self, x: Any, logits: Any, weights: dict[str, Any]) -> Any:
+        """What the experts of each token return together, for logits of all experts."""
+        score = jax.nn.sigmoid if self.dims.scores == "sigmoid" else jax.nn.softmax
+        scores = score(logits if self.dims.scores == "softmax" else logits.astype(jnp.float32))
         transposed, tokens = self.recipe.transposed, P(BATCH, None, None)
         width, mlp = ("tensor", None) if transposed else (None, "tensor")
         up, down = P(None, width, mlp), P(None, mlp, width)
@@ -150,18 +173,25 @@ class ExpertLayer:
             out_specs=P(BATCH, None, "tensor"),
             check_vma=False,
         )
-        return run(x, scores, bias, weights["gate"], weights["up"], weights["down"])
+        experts = (weights[f"expert_{name}"] for name in ("gate", "up", "down"))
+        return run(x, scores, weights.get("router_bias"), *experts)
+
+    def _chosen(self, scores: Any, bias: Any) -> tuple[Any, Any]:
+        """The share of each expert of a token, and which they are."""
+        count = self.dims.per_token
+        if self.dims.scores != "sigmoid":
+            shares, chosen = jax.lax.top_k(scores, count)
+            is_normed = self.dims.scores == "normed softmax"
+            return (shares / shares.sum(-1, keepdims=True) if is_normed else shares), chosen
+        _, chosen = jax.lax.top_k(scores + bias.astype(jnp.float32), count)
+        shares = jnp.take_along_axis(scores, chosen, -1)
+        return 2.5 * shares / shares.sum(-1, keepdims=True), chosen
 
     def _on_device(self, x: Any, scores: Any, bias: Any, *experts: Any) -> Any:
         """The experts of the tokens of a device."""
         gate, up, down = experts
         count = self.dims.per_token
-        if bias is None:
-            shares, chosen = jax.lax.top_k(scores, count)
-        else:
-            _, chosen = jax.lax.top_k(scores + bias.astype(jnp.float32), count)
-            shares = jnp.take_along_axis(scores, chosen, -1)
-            shares = 2.5 * shares / shares.sum(-1, keepdims=True)
+        shares, chosen = self._chosen(scores, bias)
         order = jnp.argsort(chosen.ravel())
         sizes = jnp.bincount(chosen.ravel(), length=self.dims.count)
         # MaxText takes the rows out of as many copies as a token has experts: its gradient is then as long.
@@ -170,7 +200,7 @@ class ExpertLayer:
         hidden = self._product(rows, gate, sizes), self._product(rows, up, sizes)
         if self.recipe.transposed:
             hidden = tuple(jax.lax.psum(part, "tensor") for part in hidden)
-        result = self._product(jax.nn.silu(hidden[0]) * hidden[1], down, sizes)
+        result = self._product(self.activation(hidden[0]) * hidden[1], down, sizes)
         if not self.recipe.transposed:
             result = jax.lax.psum_scatter(result, "tensor", scatter_dimension=1, tiled=True)
         result = _permuted(result, jnp.argsort(order)).reshape(-1, count, result.shape[-1])
@@ -183,7 +213,12 @@ class ExpertLayer:
             return jax.lax.ragged_dot(rows, weights, sizes.astype(jnp.int32))
         from jax.experimental.pallas.ops.tpu.megablox import ops
 
-        return ops.gmm(rows, weights, sizes.astype(jnp.int32), rows.dtype, _TILES)
+        return ops.gmm(rows, weights, sizes.astype(jnp.int32), rows.dtype, self._tiles)
+
+    def _tiles(self, rows: int, inner: int, columns: int) -> tuple[int, int, int]:
+        """The rows, and the widths before and after a matmul, that the kernel works on at a time."""
+        block = self.recipe.expert_block
+        return min(_TILE_ROWS, rows), min(block, inner), min(block, columns)
 
 
 @jax.custom_vjp
