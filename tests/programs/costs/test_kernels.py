@@ -187,6 +187,14 @@ def test_cycles_of_a_large_matmul_match_the_one_that_was_measured() -> None:
     assert 2 * 8192**3 / kernel_seconds(matmul, V6E) == pytest.approx(827e12, rel=0.01)
 
 
+@pytest.mark.parametrize("cycles", ["9223372036854775807", "0", "-1"])
+def test_estimates_that_say_nothing_are_none(cycles: str) -> None:
+    program = read_program(LARGE_MATMUL.replace("2337656", cycles))
+    (matmul,) = find_kernels(program, find_matmuls(program))
+    assert matmul.estimated_cycles == 0
+    assert kernel_seconds(matmul, V6E) == pytest.approx(2 * 8192**3 / 827e12, rel=0.02)
+
+
 @pytest.mark.slow
 def test_copies_reach_what_was_measured() -> None:
     """1,360 GB/s on a v6e and 2.29 to 2.38 TB/s on a v5p, read and written; libtpu's cycles are twice as many."""
