@@ -7,6 +7,9 @@ from shardrules.core.views.diff import Change, Placement, Placements, PlanDiff
 from shardrules.core.views.table import Row, Totals
 from shardrules.drawing.picture import Picture
 from shardrules.moves.plan import LeafMove, ReshardPlan
+from shardrules.moves.sync.plan import SyncPlan
+from shardrules.moves.sync.table import NameLine, NameTable
+from shardrules.moves.sync.transfers import Transfer
 from shardrules.placement.batches.prefetch import PlacedBatches
 from shardrules.placement.functions.jit import FilterJit
 from shardrules.placement.functions.shard_map import FilterShardMap
@@ -29,6 +32,7 @@ from shardrules.programs.costs.schedule import LineTime
 from shardrules.programs.costs.step_time import StepTime
 from shardrules.programs.costs.timeline import Event, Timeline
 from shardrules.programs.experts.expert_exchange import ExpertLoad
+from shardrules.programs.pipelines.schedule import PipelineSchedule
 from shardrules.programs.pipelines.simulate import PipelineTimes
 from shardrules.programs.profiles.comparison import (
     ComparedTime,
@@ -83,8 +87,11 @@ __all__ = [
     "MemoryUse",
     "MissingPart",
     "ModuleCost",
+    "NameLine",
+    "NameTable",
     "Peak",
     "Picture",
+    "PipelineSchedule",
     "PipelineTimes",
     "PlacedBatches",
     "Placement",
@@ -102,6 +109,7 @@ __all__ = [
     "Source",
     "SplitDim",
     "StepTime",
+    "SyncPlan",
     "Timeline",
     "Total",
     "Totals",
@@ -109,5 +117,6 @@ __all__ = [
     "TrainingCandidate",
     "TrainingPlan",
     "TrainingPlanReport",
+    "Transfer",
     "UnmatchedTime",
 ]
