@@ -50,7 +50,8 @@ def candidates(family: Family) -> Iterator[tuple[str, float]]:
             closing = "$" if end == last else parts[2 * end + 1]
             cost = 1 + 0.5 * (end - first) + 0.1 * (end < last) + _number_cost(text)
             if len(text) >= _LEAST and not _opening(names[first], _LEAST_IN_ROW):
-                yield text, cost
+                if not _ends_in_number(text):
+                    yield text, cost
                 yield f"{text}{closing}", cost + 0.15
             yield f"{_opening(names[first])}{text}{closing}", cost + 0.3
             yield f"(^|/){text}{closing}", cost + 0.5
@@ -58,15 +59,17 @@ def candidates(family: Family) -> Iterator[tuple[str, float]]:
             for cut in re.finditer("_", names[first]) if end == last else ():
                 if 0 < cut.start() < len(names[first]) - 3 and "(" not in names[first]:
                     tail = text[cut.start() :]
-                    yield tail, cost + 0.2
+                    if not _ends_in_number(tail):
+                        yield tail, cost + 0.2
                     yield f"{tail}$", cost + 0.35
         for begin in range(first + 2, last + 1):
-            if names[begin] != _INDEX and begin >= last - 1:
+            if names[begin] != _INDEX and not names[begin].isdecimal() and begin >= last - 1:
                 least = _LEAST if begin == last else _LEAST_IN_ROW
                 opening, inner = _opening(names[first], _LEAST), _opening(names[begin], least)
                 text = f"{opening}{names[first]}{parts[2 * first + 1]}.*{inner}{run(begin, last)}"
                 cost = 2 + 0.5 * (last - begin) + _number_cost(text)
-                yield text, cost
+                if not _ends_in_number(text):
+                    yield text, cost
                 yield f"{text}$", cost + 0.15
     yield f"^{run(0, last)}$", 1.6 if not last else 3 + 0.5 * last + _number_cost(run(0, last))
     if last and names[0] != _INDEX:
@@ -85,6 +88,11 @@ def _opening(name: str, least: float = math.inf) -> str:
     if len(name) >= least and not name.isdecimal():
         return ""
     return r"\b" if _NAME_EDGE.match(name) else "(^|/)"
+
+
+def _ends_in_number(text: str) -> bool:
+    """Whether a longer number may follow: `blocks/1` is in `blocks/11`."""
+    return text[-1:].isdecimal() or text.endswith(")")
 
 
 def _number_cost(text: str) -> float:

@@ -171,11 +171,10 @@ def test_fully_sharded_plans_are_one_rule() -> None:
 
 
 def test_a_dimension_from_the_end_is_one_rule_for_stacked_and_single_layers() -> None:
-    single = {"first": {"up": f32(64, 16)}, "last": {"up": f32(32, 16)}}
-    tree = {"stack": {"up": f32(6, 8, 16)}, **single, "bias": f32(16), "norm": f32(3)}
+    tree = {"stack": {"up": f32(6, 8, 16)}, "first": {"up": f32(64, 16)}, "last": {"up": f32(32, 16)}, "bias": f32(16)}
     last = {"up": P(None, "model")}
-    specs = {"stack": {"up": P(None, None, "model")}, "first": last, "last": last, "bias": P("model"), "norm": P()}
-    assert pairs(plan_of(specs, tree)) == ((r"\bup$|bias", sr.DimShardingRule("model", -1)), (".*", P()))
+    specs = {"stack": {"up": P(None, None, "model")}, "first": last, "last": last, "bias": P("model")}
+    assert pairs(plan_of(specs, tree)) == ((".*", sr.DimShardingRule("model", -1)),)
 
 
 def test_what_is_left_is_whole_where_something_is() -> None:
@@ -233,6 +232,20 @@ def test_state_that_is_split_further_takes_rules_of_its_own() -> None:
     written = pairs(both)
     assert len(written) == 6
     assert ("^1/.*norm$", P("data")) in written
+
+
+def test_parameters_come_below_the_state_that_is_split_further() -> None:
+    shapes, specs = layer(P(None, "model"), P("model"))
+    params, param_specs = (
+        {"layers": [shapes] * 3, "head": f32(16, 64)},
+        {"layers": [specs] * 3, "head": P(None, "model")},
+    )
+    zero = sr.SpecTreeShardingRule(param_specs) | sr.FSDPShardingRule("data", min_size_mb=0)
+    split = zero.plan(params, MESH).specs
+    both = plan_of((param_specs, Moments(split, split, P())), (params, Moments(params, params, f32())))
+    written = pairs(both)
+    assert len(written) <= 7
+    assert all(len(pattern) < 40 for pattern, _ in written)
 
 
 def test_fields_of_named_tuples_are_named_in_any_path_style() -> None:
