@@ -121,7 +121,7 @@ class NameTable:
 
     A line with `tied()` also matches arrays that belong to other lines. `lines` are `NameLine`s, or tuples `(source,
     target, operations)`, where the last may be left out. `unused` has patterns of the paths in the source that the
-    target does not need. A `ConfigError` lists all lines that cannot be read.
+    target does not need, which may be anything. A `ConfigError` lists all lines that cannot be read.
 
     ```python
     from shardrules.reports import NameTable
