@@ -63,9 +63,15 @@ def is_variable(node: Any) -> bool:
 
 
 @functools.lru_cache(1024)
-def is_named_array_type(cls: type) -> bool:
-    """Returns whether a class is a dataclass of an array and its axes, as `haliax.NamedArray` is."""
+def _has_array_and_axes(cls: type) -> bool:
     return getattr(cls, "__dataclass_fields__", {}).keys() == {"array", "axes"}
+
+
+def is_named_array(node: Any) -> bool:
+    """Returns whether a node is a dataclass of an array and its named axes, as a `haliax.NamedArray` is."""
+    if not _has_array_and_axes(type(node)) or not isinstance(node.axes, tuple):
+        return False
+    return all(isinstance(getattr(axis, "name", None), str) for axis in node.axes)
 
 
 def _of_types(types: tuple[type, ...]) -> Callable[[Any], bool]:
@@ -167,8 +173,8 @@ def _parts(node: Any, is_object: Callable[[Any], bool], is_leaf: Callable[[Any],
 
 
 def variable_axes(variable: Any, ndim: int) -> tuple[LogicalName, ...] | None:
-    """Returns the names that a variable has for the dimensions of its array, `None` if it has none."""
-    if is_named_array_type(type(variable)):
+    """Returns the names that a variable or a named array has for its dimensions, `None` if it has none."""
+    if is_named_array(variable):
         return tuple([axis.name for axis in variable.axes])
     metadata = variable.get_metadata()
     names = next((metadata[key] for key in _NAMES if metadata.get(key)), None)

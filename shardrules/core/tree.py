@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardrules.core.axes import AnyMesh
 from shardrules.core.boxes import (
     box_type,
-    is_named_array_type,
+    is_named_array,
     is_variable,
     opaque_types,
     refuse_cycles,
@@ -349,7 +349,7 @@ class _Walker:
             raise _BoxFoundError
         # Most programs have no variables, and then no container is asked about; nor is one of several leaves.
         if (self.variable_types and issubclass(type(node), self.variable_types)) or (
-            structure.num_nodes == 2 and structure.num_leaves and is_named_array_type(type(node))
+            structure.num_nodes == 2 and structure.num_leaves and is_named_array(node)
         ):
             child, part = _registry.flatten_one_level(node)[0][0], structure.children()[0]
             if part.num_nodes == 1:
@@ -431,7 +431,7 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> lis
     named: list[tuple[tuple[Any, ...], Any]] = []
 
     def is_wrapper(node: Any) -> bool:
-        return is_variable(node) or is_named_array_type(type(node))
+        return is_variable(node) or is_named_array(node)
 
     ends = is_wrapper if is_leaf is None else lambda node: is_leaf(node) or is_wrapper(node)
     for path, node in jtu.tree_flatten_with_path(tree, is_leaf=ends)[0]:

@@ -42,8 +42,8 @@ def sharding_rule(mapping: Mapping[str, Any], whole: Iterable[str] = ()) -> Logi
 def axis_mapping(rule: LogicalShardingRule) -> dict[str, Axis | None]:
     """Returns the axis mapping of a rule, for `haliax.axis_mapping` or `haliax.named_jit`.
 
-    Axes that stay whole are `None`. A rule with several pairs of one name is a `ConfigError`: a mapping of haliax has no
-    second choice.
+    Axes that stay whole are `None`. A rule with several pairs of one name is a `ConfigError`: haliax has no second
+    choice.
 
     ```python
     from shardrules.presets import haliax

@@ -66,9 +66,11 @@ def as_pairs(mapping: Mapping[str, Axis | None] | Sequence[tuple[str, Axis | Non
 
 
 def _as_written(axis: Axis | None) -> Axis | None:
-    """An axis with lists as tuples. Empty tuples and tuples of one name stay, so that configurations can be restored."""
-    if axis is None or (isinstance(axis, tuple | list) and not axis):
-        return axis if axis is None else ()
+    """An axis with lists as tuples. A tuple of one name or none stays one, so that a configuration can be restored."""
+    if axis is None:
+        return None
+    if isinstance(axis, tuple | list) and not axis:
+        return ()
     normal = as_axis(axis)
     return normal if isinstance(axis, str) else axis_tuple(normal)
 
@@ -137,7 +139,7 @@ class LogicalShardingRule(LeafShardingRule):
         if not candidates:
             near = suggest(name, [logical_name for logical_name, _ in self.mapping]) if isinstance(name, str) else ""
             why = f"logical axis {name!r}{near} is not in the mapping, so dimension {dim} stays whole"
-            remedy = f"Add it to the mapping; {name!r}: None keeps it whole without this warning"
+            remedy = f"Add it to the mapping; {name!r}: None keeps it whole without this {self.unknown}"
             return Finding(self.unknown, "unknown-logical-axis", why, leaf.path, remedy, leaf.shape, dim, rule=rule)
         # An earlier rule's axis is an error, unlike one that this mapping gave to another dimension of the leaf.
         earlier = [part for part in candidates if part in leaf.used_axes]
@@ -152,7 +154,7 @@ class LogicalShardingRule(LeafShardingRule):
             f"logical axes {owner[part]!r} and {name!r} both map to mesh axis {part!r}, and {owner[part]!r} comes "
             f"first, so dimension {dim} stays whole"
         )
-        remedy = f"Map one of them to another axis; ({name!r}, None) at the end keeps it whole without this warning"
+        remedy = f"Map one of them to another axis; ({name!r}, None) at the end keeps it whole without this {self.lost}"
         return Finding(self.lost, "lost-logical-axis", why, leaf.path, remedy, leaf.shape, dim, part, rule=rule)
 
 

@@ -1,4 +1,4 @@
-"""Axis mappings of haliax and levanter, on trees and results that their own code gave (haliax 280f49f, levanter 9263f81)."""
+"""Axis mappings of haliax and levanter, on what their own code gave, at commits 280f49f and 9263f81."""
 
 import json
 from dataclasses import dataclass
