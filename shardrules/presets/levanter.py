@@ -14,12 +14,8 @@ def compute_axis_mapping(trainer: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the mapping from axis names to mesh axes that levanter computes with, for `sr.logical_axes`.
 
     These are `axis_resources`, over them `tensor_parallel_axes` on `model`, and over these `batch_axis` on
-    `("replica", "data")`.
-
-    **Arguments:**
-
-    - `trainer`: the section `trainer` of levanter's YAML, as a YAML library reads it. What is not there is as in
-        levanter: `batch_axis` is `"batch"`, and `fsdp_axis` is `"embed"`.
+    `("replica", "data")`. `trainer` is the section of that name in levanter's YAML, as a YAML library reads it. Fields
+    that are not there are as in levanter: `batch_axis` is `"batch"`, and `fsdp_axis` is `"embed"`.
 
     ```python
     from shardrules.presets import levanter
@@ -35,7 +31,7 @@ def compute_axis_mapping(trainer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parameter_axis_mapping(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the mapping by which levanter keeps parameters and optimizer state, for `haliax.sharding_rule`.
+    """Returns the mapping by which levanter keeps parameters and optimizer state, for `haliax.from_axis_mapping`.
 
     This is `compute_axis_mapping`, over it `parameter_axis_resources`, and over these `fsdp_axis` on `data`.
 
@@ -43,7 +39,7 @@ def parameter_axis_mapping(trainer: Mapping[str, Any]) -> dict[str, Any]:
     from shardrules.presets import haliax, levanter
 
     trainer = {"tensor_parallel_axes": ["mlp", "heads"]}
-    rule = haliax.sharding_rule(levanter.parameter_axis_mapping(trainer), whole=["layers"])
+    rule = haliax.from_axis_mapping(levanter.parameter_axis_mapping(trainer), whole=["layers"])
     leaf = sr.Leaf("up_proj/weight", (4, 16, 8), jnp.float32, axes=("layers", "mlp", "embed"))
     assert rule.decide(leaf).spec == P(None, "model", "data")
     ```

@@ -1,8 +1,10 @@
 """Axis mappings of haliax and levanter, on what their own code gave, at commits 280f49f and 9263f81."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -53,7 +55,7 @@ def recorded(model: str) -> dict[str, Any]:
     return json.loads((RECORDED / f"levanter_{model}.json").read_text())
 
 
-def tree_of(rows: dict[str, Any], names: dict[str, str] | None = None) -> Any:
+def tree_of(rows: dict[str, Any], renamed: Mapping[str, str] = MappingProxyType({})) -> Any:
     """The nested dictionary of named arrays, with some axes renamed."""
     tree: dict[str, Any] = {}
     for path, (axes, _) in rows.items():
@@ -61,13 +63,13 @@ def tree_of(rows: dict[str, Any], names: dict[str, str] | None = None) -> Any:
         node = tree
         for key in parents:
             node = node.setdefault(key, {})
-        named = tuple([Axis((names or {}).get(name, name), size) for name, size in axes])
+        named = tuple([Axis(renamed.get(name, name), size) for name, size in axes])
         node[last] = NamedArray(jax.ShapeDtypeStruct(tuple([axis.size for axis in named]), jnp.float32), named)
     return tree
 
 
 def rule_of(trainer: dict[str, Any] = TRAINER, whole: tuple[str, ...] = WHOLE) -> sr.LogicalShardingRule:
-    return haliax.sharding_rule(levanter.parameter_axis_mapping(trainer), whole)
+    return haliax.from_axis_mapping(levanter.parameter_axis_mapping(trainer), whole)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -113,7 +115,7 @@ def test_two_axes_of_an_array_on_one_mesh_axis_are_an_error_as_in_haliax() -> No
 def test_named_arrays_are_placed_and_keep_their_axes() -> None:
     mesh = sr.create_mesh("data:4,model:2")
     tree = {"w": NamedArray(jnp.ones((8, 4)), (Axis("embed", 8), Axis("mlp", 4))), "b": jnp.ones(4)}
-    placed = sr.filter_shard(tree, haliax.sharding_rule({"embed": "data", "mlp": ("model",)}), mesh)
+    placed = sr.filter_shard(tree, haliax.from_axis_mapping({"embed": "data", "mlp": ("model",)}), mesh)
     assert placed["w"].array.sharding.spec == P("data", "model")
     assert placed["w"].axes == tree["w"].axes
     plan = sr.RegexShardingRule([("^w$", P("data")), ("^b$", P())], unmatched="error").plan(tree, mesh).check()
@@ -130,7 +132,10 @@ def test_mappings_of_a_trainer_are_those_of_levanter(name: str) -> None:
 
     assert as_json(levanter.compute_axis_mapping(section)) == compute
     assert as_json(levanter.parameter_axis_mapping(section)) == parameters
-    assert as_json(haliax.axis_mapping(haliax.sharding_rule(levanter.parameter_axis_mapping(section)))) == parameters
+    assert (
+        as_json(haliax.to_axis_mapping(haliax.from_axis_mapping(levanter.parameter_axis_mapping(section))))
+        == parameters
+    )
 
 
 AXES = st.sampled_from([None, "x", "y", ("x", "y"), ("z",), ()])
@@ -138,19 +143,19 @@ AXES = st.sampled_from([None, "x", "y", ("x", "y"), ("z",), ()])
 
 @given(st.dictionaries(st.sampled_from("abcdef"), AXES, max_size=6))
 def test_axis_mappings_of_haliax_come_back_exactly(mapping: Any) -> None:
-    rule = haliax.sharding_rule(mapping)
-    assert haliax.axis_mapping(rule) == mapping
+    rule = haliax.from_axis_mapping(mapping)
+    assert haliax.to_axis_mapping(rule) == mapping
     assert eval(repr(rule), {"LogicalShardingRule": sr.LogicalShardingRule}) == rule
 
 
 def test_what_is_no_mapping_of_haliax_or_levanter_is_refused() -> None:
     untyped: Any = haliax
     with pytest.raises(sr.errors.ConfigError, match=r"must be a dictionary.*got \[\['embed', 'data'\]\]"):
-        untyped.sharding_rule([["embed", "data"]])
+        untyped.from_axis_mapping([["embed", "data"]])
     with pytest.raises(sr.errors.ConfigError, match=r"\['embed'\] have mesh axes in the mapping"):
-        haliax.sharding_rule({"embed": "data", "mlp": None}, ["embed", "mlp"])
+        haliax.from_axis_mapping({"embed": "data", "mlp": None}, ["embed", "mlp"])
     with pytest.raises(sr.errors.ConfigError, match="several pairs for 'embed'"):
-        haliax.axis_mapping(sr.LogicalShardingRule([("embed", "data"), ("embed", None), ("mlp", None)]))
+        haliax.to_axis_mapping(sr.LogicalShardingRule([("embed", "data"), ("embed", None), ("mlp", None)]))
     with pytest.raises(sr.errors.ConfigError, match=r"'axis_resorces' \(did you mean 'axis_resources'\?\)"):
         levanter.compute_axis_mapping({"axis_resorces": {}, "train_batch_size": 4, "model_axis_size": 2})
     with pytest.raises(sr.errors.ConfigError, match=r"must be the name of an axis, or a list of names; got 3"):
