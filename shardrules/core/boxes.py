@@ -71,7 +71,10 @@ def is_named_array(node: Any) -> bool:
     """Returns whether a node is a dataclass of an array and its named axes, as a `haliax.NamedArray` is."""
     if not _has_array_and_axes(type(node)) or not isinstance(node.axes, tuple):
         return False
-    return all(isinstance(getattr(axis, "name", None), str) for axis in node.axes)
+    level = _registry.flatten_one_level(node)  # the axes are static: the array is the only child
+    return bool(
+        level and len(level[0]) == 1 and all(isinstance(getattr(axis, "name", None), str) for axis in node.axes)
+    )
 
 
 def _of_types(types: tuple[type, ...]) -> Callable[[Any], bool]:

@@ -347,10 +347,9 @@ class _Walker:
         """Returns the graph below `node`, whose leaves begin at position `start`."""
         if self.box_type is not None and isinstance(node, self.box_type):
             raise _BoxFoundError
-        # Most programs have no variables, and then no container is asked about; nor is one of several leaves.
-        if (self.variable_types and issubclass(type(node), self.variable_types)) or (
-            structure.num_nodes == 2 and structure.num_leaves and is_named_array(node)
-        ):
+        # Most programs have no variables, and then no container is asked about.
+        of_nnx = self.variable_types and issubclass(type(node), self.variable_types)
+        if of_nnx or (is_named_array(node) and structure.num_leaves):
             child, part = _registry.flatten_one_level(node)[0][0], structure.children()[0]
             if part.num_nodes == 1:
                 return self.kind_at(start, path, template, node)

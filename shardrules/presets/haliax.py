@@ -14,7 +14,8 @@ def from_axis_mapping(mapping: Mapping[str, Any], whole: Iterable[str] = ()) -> 
     """Returns the rule of an axis mapping, for trees of `haliax.NamedArray`s and any others with logical names.
 
     `mapping` is from the name of an axis to a mesh axis, a sequence of them, or `None`; the axes named in `whole` stay
-    whole. A name in neither of the two is an error, where haliax leaves the axis whole without a word. Two axes of an array on one mesh axis are an error as well, as they are in haliax.
+    whole. A name in neither of the two is an error, where haliax leaves the axis whole without a word. Two axes of an
+    array on one mesh axis are an error as well, as they are in haliax.
 
     ```python
     from shardrules.presets import haliax
@@ -37,8 +38,8 @@ def from_axis_mapping(mapping: Mapping[str, Any], whole: Iterable[str] = ()) -> 
 def to_axis_mapping(rule: LogicalShardingRule) -> dict[str, Axis | None]:
     """Returns the axis mapping of a rule, for `haliax.axis_mapping` or `haliax.named_jit`.
 
-    Axes that stay whole are `None`. A rule with several pairs of one name is a `ConfigError`: haliax has no second
-    choice.
+    Axes that stay whole are `None`, and sequences are tuples. A rule with several pairs of one name is a `ConfigError`:
+    haliax has no second choice.
 
     ```python
     from shardrules.presets import haliax
@@ -50,7 +51,7 @@ def to_axis_mapping(rule: LogicalShardingRule) -> dict[str, Axis | None]:
     names = [name for name, _ in rule.mapping]
     if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise ConfigError(
-            f"haliax.to_axis_mapping: the rule has several pairs for {', '.join(map(repr, repeated))}, and a mapping of "
-            "haliax has one. Keep one pair of each"
+            f"haliax.to_axis_mapping: the rule has several pairs for {', '.join(map(repr, repeated))}, and haliax has "
+            "one. Keep one pair of each"
         )
     return dict(rule.mapping)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.core.tree import named_leaves
 from shardrules.presets import haliax, levanter
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -120,7 +121,26 @@ def test_named_arrays_are_placed_and_keep_their_axes() -> None:
     assert placed["w"].axes == tree["w"].axes
     plan = sr.RegexShardingRule([("^w$", P("data")), ("^b$", P())], unmatched="error").plan(tree, mesh).check()
     assert plan.specs["w"].array == P("data")
-    assert sr.leaf_paths(tree) == ("b", "w")
+    assert sr.leaf_paths(tree) == ("b", "w") == tuple([path for path, _ in named_leaves(tree)])
+    parts = NamedArray({"codes": jnp.ones((8, 4)), "scales": jnp.ones(8)}, (Axis("embed", 8), Axis("mlp", 4)))
+    for several in ({"w": parts}, {"w": NamedArray(None, ())}, NamedArray(None, ())):
+        assert sr.leaf_paths(several) == tuple([path for path, _ in named_leaves(several)])
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Picture:
+    """A user's class with the fields of a named array, whose axes have no names."""
+
+    array: Any
+    axes: Any
+
+
+def test_a_class_whose_axes_have_no_names_is_no_named_array() -> None:
+    for axes in (jnp.ones(2), (1, 2), ()):
+        tree = {"picture": Picture(jnp.ones((2, 3)), axes)}
+        assert sr.leaf_paths(tree)[0] == named_leaves(tree)[0][0] == "picture/array"
+        assert sr.LogicalShardingRule({"embed": "data"}).plan(tree, MESH).decision("picture/array").spec is None
 
 
 @pytest.mark.parametrize("name", TRAINERS)
