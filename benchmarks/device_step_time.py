@@ -62,13 +62,13 @@ class Row:
 
     def text(self) -> str:
         """A line of the table."""
-        own = (
+        second_sheet = (
             ""
             if self.calibrated is None
             else f"{self.calibrated * 1e3:>10.2f} ms{self.calibrated / self.measured:>8.3f}"
         )
         return (
-            f"{self.name:24}{self.measured * 1e3:>10.2f} ms{self.modelled * 1e3:>10.2f} ms{self.ratio:>8.3f}{own}"
+            f"{self.name:24}{self.measured * 1e3:>10.2f} ms{self.modelled * 1e3:>10.2f} ms{self.ratio:>8.3f}{second_sheet}"
             f"   kernels {self.kernels * 1e3:.2f} ms, idle {self.idle * 1e3:.2f} ms, matched {self.matched:.1%}"
         )
 
@@ -109,8 +109,8 @@ def random_arrays(shapes: Any) -> Any:
     return jax.tree.map(values, shapes)
 
 
-def measure(name: str, target: str, sheet: Any, own: Any, smoke: bool) -> tuple[Row, Any]:
-    """Audits and runs a model; returns its row, and the comparison with its profile. `own` is a second sheet."""
+def measure(name: str, target: str, sheet: Any, second_sheet: Any, smoke: bool) -> tuple[Row, Any]:
+    """Audits and runs a model; returns its row, and the comparison with its profile. `second_sheet` is another."""
     import equinox as eqx
     import jax
 
@@ -142,7 +142,7 @@ def measure(name: str, target: str, sheet: Any, own: Any, smoke: bool) -> tuple[
                 again(1)
         comparison = report.compare(folder)
     (device,) = comparison.devices
-    calibrated = None if own is None else seconds_by(own, report)
+    calibrated = None if second_sheet is None else seconds_by(second_sheet, report)
     row = Row(
         *(name, measured, report.step_time(), device.kernel_seconds, device.idle_seconds, comparison.matched_share),
         calibrated,
@@ -188,9 +188,11 @@ def main(arguments: list[str] | None = None) -> int:
     target = options.target or default_target()
     sheet = None if options.sheet is None else sr.Hardware.load(options.sheet)
     # Measured before anything else runs.
-    own = None if options.calibrate is None else sr.Hardware.measure(jax.devices()[:1], time_limit=options.calibrate)
-    named = [options.compare] if options.compare and own is None else []
-    all_models = [*models()] if own is None else [*CALIBRATED]
+    second_sheet = (
+        None if options.calibrate is None else sr.Hardware.measure(jax.devices()[:1], time_limit=options.calibrate)
+    )
+    named = [options.compare] if options.compare and second_sheet is None else []
+    all_models = [*models()] if second_sheet is None else [*CALIBRATED]
     names = options.models or named or (["conv_net", "sorted_experts"] if options.smoke else all_models)
     unknown = [name for name in names if name not in models()]
     if unknown:
@@ -199,7 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--models has no {options.compare}")
     rows = []
     for name in names:
-        row, comparison = measure(name, target, sheet, own, options.smoke)
+        row, comparison = measure(name, target, sheet, second_sheet, options.smoke)
         rows.append(row)
         if options.compare == name:
             print(comparison, file=sys.stderr)

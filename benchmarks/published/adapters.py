@@ -49,7 +49,7 @@ def parted(weights: dict[str, Any]) -> tuple[Any, Any]:
 def merged(trained: Any, frozen: Any) -> dict[str, Any]:
     """Weights as they were before `parted`."""
     layers = zip(frozen["layers"], trained["layers"], strict=True)
-    return frozen | {"layers": [one | other for one, other in layers]}
+    return frozen | {"layers": [first | second for first, second in layers]}
 
 
 def _is_adapter(name: str) -> bool:

@@ -70,7 +70,7 @@ def rebuild(row: Row, texts: Path | None = None) -> Result:
     few, more = (_rebuild(_with_layers(row, count), texts) for count in row.layers_compiled)
     share = (row.dims.layers - few.row.dims.layers) / (more.row.dims.layers - few.row.dims.layers)
     times = zip(attrs.astuple(few.time), attrs.astuple(more.time), strict=True)
-    extended = StepTime(*(one + share * (other - one) for one, other in times))
+    extended = StepTime(*(short + share * (long - short) for short, long in times))
     # The peak of few layers may be where that of many is not: it says nothing.
     compile_seconds = few.compile_seconds + more.compile_seconds
     return Result(row, extended, compile_seconds, few.is_compiled or more.is_compiled)

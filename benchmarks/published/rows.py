@@ -12,7 +12,7 @@ A row is a table `[[rows]]`:
     `tensor`) take as many as they are times `batch`; with `batch_per = "data rank"` they take `batch` together.
 - `remat`: what the backward pass keeps, by MaxText's names (`policy_of`).
 - `seconds`: what one step took. A row without is a prediction. One with it says how that is known: `source` and its
-    `commit`, at which the configuration was read; `tokens` of a step, as the source has them; and `known`, which is
+    `commit`, at which the configuration was read; `tokens` of a step, as the source has them; and `evidence`, which is
     "printed", or "derived" with `formula`: what seconds follow from, and the commit at which that was in force. In an
     `order`, which says nothing of seconds, the batch may be "guessed".
 - `first`: what was predicted before `seconds` were in the file. It stays when the model changes.
@@ -70,7 +70,7 @@ class Row:
     source: str = ""
     commit: str = ""
     tokens: int | None = None
-    known: str = ""
+    evidence: str = ""
     formula: str = ""
     first: float | None = None
     gigabytes: float | None = None
@@ -173,14 +173,14 @@ class Row:
             )
         if self.seconds is None:
             return problems
-        missing = [name for name in ("source", "commit", "tokens", "known") if not getattr(self, name)]
+        missing = [name for name in ("source", "commit", "tokens", "evidence") if not getattr(self, name)]
         if missing:
             problems.append(f"seconds need {', '.join(missing)}: a rate is no step without its configuration")
-        if self.known and self.known not in EVIDENCE:
-            problems.append(f"known must be {' or '.join(map(repr, EVIDENCE))}, got {self.known!r}")
-        if self.known == "guessed" and not self.order:
+        if self.evidence and self.evidence not in EVIDENCE:
+            problems.append(f"evidence must be {' or '.join(map(repr, EVIDENCE))}, got {self.evidence!r}")
+        if self.evidence == "guessed" and not self.order:
             problems.append("a batch that is guessed is for rows of an order alone")
-        if (self.known == "derived") != bool(self.formula):
+        if (self.evidence == "derived") != bool(self.formula):
             problems.append("seconds that are derived have a formula with its commit, and no others have one")
         return problems
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import shardrules as sr
 from benchmarks.tests.smoke import BENCHMARKS, run
@@ -45,7 +46,7 @@ EVIDENCE = """seconds = 1.0
 source = "me"
 commit = "abc1234"
 tokens = 524288
-known = "printed"
+evidence = "printed"
 """
 H200 = sr.Hardware.named("cuda:h200")
 NAMES = [
@@ -127,7 +128,7 @@ def test_seconds_need_their_evidence(tmp_path: Path) -> None:
         row.replace("524288", "524289"): "tokens are 524,289, but 256 sequences of 2,048 and 1 accum",
         row + 'batch_per = "data rank"\n': "but 128 sequences of 2,048 and 1 accumulations make 262,144",
         row + 'batch_per = "host"\n': "batch_per must be 'device' or 'data rank', got 'host'",
-        row.replace("printed", "told"): "known must be 'printed' or 'derived' or 'guessed', got 'told'",
+        row.replace("printed", "told"): "evidence must be 'printed' or 'derived' or 'guessed', got 'told'",
         row.replace("printed", "guessed"): "a batch that is guessed is for rows of an order alone",
         row.replace("printed", "derived"): "seconds that are derived have a formula with its commit",
         row + 'formula = "6ND"\n': "seconds that are derived have a formula with its commit",
@@ -241,8 +242,8 @@ def test_sequence_parallel_steps_have_the_gradients_of_the_model(monkeypatch: py
     theirs = [model(whole, *batch) for batch in zip(*batches, strict=True)]
     loss, gradients = jax.tree.map(lambda *parts: sum(parts), *theirs)
     np.testing.assert_allclose(ours[0].mean(), loss, rtol=1e-3)
-    for one, other in zip(jax.tree.leaves(ours[1]), jax.tree.leaves(of_devices(gradients)), strict=True):
-        np.testing.assert_allclose(one[1], other, atol=0.05 * float(jnp.abs(other).max()))
+    for mine, direct in zip(jax.tree.leaves(ours[1]), jax.tree.leaves(of_devices(gradients)), strict=True):
+        np.testing.assert_allclose(mine[1], direct, atol=0.05 * float(jnp.abs(direct).max()))
 
 
 def test_adapters_alone_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +302,7 @@ def test_programs_wait_where_pytorch_does_and_run_on_its_hosts(monkeypatch: pyte
     program = read_program(PROGRAM)
     (gather,) = find_collectives(program, sr.mesh_shape("data:2,tensor:4"))
     waiting = rebuild._waiting(program, [gather])
-    orders = [[each.name for each in one.entry_computation.instructions] for one in (program, waiting)]
+    orders = [[each.name for each in version.entry_computation.instructions] for version in (program, waiting)]
     assert orders == [["x", "start", "y", "done", "result"], ["x", "start", "done", "y", "result"]]
     devices = np.array([SimpleNamespace(id=index) for index in range(8)]).reshape(2, 4)
     mesh = SimpleNamespace(axis_names=("data", "tensor"), devices=devices)
@@ -323,15 +324,15 @@ def test_time_grows_by_as_much_for_each_layer_that_is_not_compiled(
     row += 'recipe = "llm-foundry"\nlayers_compiled = [4, 8]\n'
     (tmp_path / "rows.toml").write_text(row)
     (mine,) = rows.read_rows([tmp_path / "rows.toml"])
-    asked = []
+    row_names = []
 
     def shallow(row: Any, texts: None) -> Any:
-        asked.append(row.name)
+        row_names.append(row.name)
         return rebuild.Result(row, StepTime(0.1 + row.dims.layers, 2.0 * row.dims.layers, 0, 0.5), 3.0, True, 7)
 
     monkeypatch.setattr(rebuild, "_rebuild", shallow)
     result = rebuild.rebuild(mine)
-    assert asked == ["mine, 4 layers", "mine, 8 layers"]
+    assert row_names == ["mine, 4 layers", "mine, 8 layers"]
     np.testing.assert_allclose(attrs.astuple(result.time), (32.1, 64.0, 0, 0.5, 0))
     assert (result.compile_seconds, result.is_compiled, result.peak_bytes) == (6.0, True, 0)
     (tmp_path / "rows.toml").write_text(row.replace("[4, 8]", "[8, 32]"))
@@ -347,8 +348,8 @@ def test_kernels_of_pytorch_compute_what_they_are_named_for(monkeypatch: pytest.
     logits, targets = x.reshape(4, 24), jnp.array([0, 5, 23, 7])
     losses = jax.value_and_grad(lambda logits: jnp.sum(eager.cross_entropy(logits, targets)))(logits)
     direct = jax.value_and_grad(lambda logits: -jnp.sum(jax.nn.log_softmax(logits)[jnp.arange(4), targets]))(logits)
-    for one, other in zip(losses, direct, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    for mine, reference in zip(losses, direct, strict=True):
+        np.testing.assert_allclose(mine, reference, atol=1e-5)
     kept = eager.dropout(jnp.ones((8, 1024)))
     assert set(np.unique(kept)) == {0.0, 1.125}
     assert 0.11 < float((kept == 0).mean()) < 0.14
@@ -372,7 +373,7 @@ def test_tensors_are_kept_where_custom_remat_says_so(monkeypatch: pytest.MonkeyP
 
     def loss(x: Any) -> Any:
         for name in "abc":
-            x = jax.ad_checkpoint.checkpoint_name(jnp.sin(x), name)
+            x = checkpoint_name(jnp.sin(x), name)
         return jnp.sum(jnp.sin(x))
 
     def gradient(remat: str) -> str:

@@ -255,7 +255,8 @@ def test_a_published_model_is_planned_in_time(model: str, sampler: str) -> None:
     new = new_rule.plan(target, sr.mesh_shape(sampler)).check()
     start = time.process_time()
     plan = sr.plan_sync(old, new, names=names)
-    assert time.process_time() - start < seconds  # of this process: others may be busy, too
+    # Of this process: others may be busy, too. Twice what it takes alone, at most.
+    assert time.process_time() - start < 2 * seconds
     # No device of the sampler has anything: each needs all of its shard, and every number has two bytes.
     needed = 8 * new.memory().device_bytes
     copies = 8 // mesh_sizes(new.mesh)["tp"]
