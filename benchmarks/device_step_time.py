@@ -62,13 +62,13 @@ class Row:
 
     def text(self) -> str:
         """A line of the table."""
-        second_sheet = (
+        second = (
             ""
             if self.calibrated is None
             else f"{self.calibrated * 1e3:>10.2f} ms{self.calibrated / self.measured:>8.3f}"
         )
         return (
-            f"{self.name:24}{self.measured * 1e3:>10.2f} ms{self.modelled * 1e3:>10.2f} ms{self.ratio:>8.3f}{second_sheet}"
+            f"{self.name:24}{self.measured * 1e3:>10.2f} ms{self.modelled * 1e3:>10.2f} ms{self.ratio:>8.3f}{second}"
             f"   kernels {self.kernels * 1e3:.2f} ms, idle {self.idle * 1e3:.2f} ms, matched {self.matched:.1%}"
         )
 
