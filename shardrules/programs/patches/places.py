@@ -179,9 +179,7 @@ class _Instrument(ast.NodeTransformer):
         node.value = self.visit(node.value)
         if number is None or not isinstance(target, ast.Name):
             return node
-        value = ast.Call(
-            ast.Name(self.call, ast.Load()), [ast.Constant(number), ast.Name(target.id, ast.Load())], []
-        )
+        value = ast.Call(ast.Name(self.call, ast.Load()), [ast.Constant(number), ast.Name(target.id, ast.Load())], [])
         after = ast.Assign([ast.Name(target.id, ast.Store())], value)
         return [node, _at(after, node)]
 

@@ -86,9 +86,9 @@ class SourceFile:
         return self.data[self.line_starts[line - 1] : stop].rstrip(b"\r\n").decode()
 
     def edited(self, edits: Iterable[Edit]) -> bytes:
-        """Returns the bytes of the file with edits, of which none overlap; one may stand inside of another's text."""
+        """Returns the bytes of the file with edits, of which none overlap. What goes to one place keeps its order."""
         data = self.data
-        for edit in sorted(edits, key=lambda edit: (edit.start, edit.stop), reverse=True):
+        for edit in reversed(sorted(edits, key=lambda edit: edit[:2])):
             data = data[: edit.start] + edit.text.replace("\n", self.line_end).encode() + data[edit.stop :]
         return data.decode().encode(self.encoding)
 

@@ -71,7 +71,9 @@ def _file_of(module: Any) -> str:
 
 
 @contextlib.contextmanager
-def swapped(changes: Changes, names: Mapping[str, Mapping[str, Any]], functions: Sequence[FunctionType]) -> Iterator[None]:
+def swapped(
+    changes: Changes, names: Mapping[str, Mapping[str, Any]], functions: Sequence[FunctionType]
+) -> Iterator[None]:
     """Makes functions run changed code, whose files have more global names. Traces that JAX keeps are forgotten."""
     old_code = [(function, function.__code__) for function in functions if function.__code__ in changes]
     spaces = {id(function.__globals__): function for function, _ in old_code}

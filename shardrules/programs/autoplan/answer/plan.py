@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, final
 
 import attrs
@@ -18,6 +19,7 @@ from shardrules.core.text import bytes_text
 from shardrules.core.tree import array_kind
 from shardrules.core.views.diff import Placements, PlanDiff
 from shardrules.core.views.table import MOST_ROWS, aligned
+from shardrules.programs.autoplan.answer.code import planned_program
 from shardrules.programs.autoplan.answer.diff import AutoPlanDiff
 from shardrules.programs.autoplan.answer.explain import (
     Alternative,
@@ -45,6 +47,8 @@ from shardrules.programs.autoplan.solve.search import SearchResult, Task
 from shardrules.programs.autoplan.solve.solver import LIMIT_TOLERANCE
 from shardrules.programs.compiling.arguments import donated_arguments
 from shardrules.programs.costs.step_time import StepTime
+from shardrules.programs.machine.targets import Target
+from shardrules.programs.patches.patch import SourcePatch, make_patch
 
 Status: TypeAlias = Literal["optimal", "feasible"]
 """A plan's proof: no other that fits is better, or another may be."""
@@ -285,6 +289,17 @@ class AutoPlan:
             self.memory_limit,
             int(self.result.peak_bytes),
         )
+
+    def to_patch(
+        self,
+        fn: Callable[..., Any],
+        *,
+        root: str | Path | None = None,
+        target: Target | str | None = None,
+        time_limit: float = 300,
+    ) -> SourcePatch:
+        """Returns a patch that writes the layouts inside of the function into its source: it prints as a diff."""
+        return make_patch(fn, planned_program(self.jit(fn), self.args), root, target, time_limit)
 
     @functools.cached_property
     def split_dims(self) -> tuple[SplitDim, ...]:
