@@ -6,6 +6,7 @@ there. JAX carries marks into loops, derivatives and batches as it carries const
 """
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
@@ -64,26 +66,29 @@ def is_backward(equation: Any) -> bool:
     return "transpose(" in stack or "rematted_computation" in stack
 
 
-def marked_code(file: SourceFile, places: Sequence[Place], skipped: frozenset[int]) -> Changes:
+def marked_code(file: SourceFile, places: Sequence[Place]) -> Changes:
     """Returns the changes to functions of a file that put marks at its places; numbers count all places."""
-    copy = ast.parse(file.data.decode(), str(file.path))
-    twins = {id(old): id(new) for old, new in zip(ast.walk(file.tree), ast.walk(copy), strict=True)}
-    numbers = {
-        twins[id(place.node)]: number
-        for number, place in enumerate(places)
-        if place.file is file and number not in skipped
-    }
+    copy, twins = twin_tree(file)
+    numbers = {id(twins[id(place.node)]): number for number, place in enumerate(places) if place.file is file}
     new = compile(instrumented(copy, numbers, _CALL), str(file.path), "exec", dont_inherit=True)
     return code_changes(compiled(file), new, file)
 
 
-def mark_names() -> dict[str, Callable[[int, Any], Any]]:
-    """The global name that marked code calls."""
-    return {_CALL: _mark}
+def twin_tree(file: SourceFile) -> tuple[ast.Module, dict[int, ast.AST]]:
+    """Returns another tree of a file, and its nodes by the ids of the nodes of the file's own tree."""
+    copy = ast.parse(file.data.decode(), str(file.path))
+    return copy, {id(old): new for old, new in zip(ast.walk(file.tree), ast.walk(copy), strict=True)}
 
 
-def _mark(place: int, value: Any) -> Any:
+def mark_names(trees: set[int]) -> dict[str, Callable[[int, Any], Any]]:
+    """The global name that marked code calls. The places of trees with arrays in them are added to `trees`."""
+    return {_CALL: functools.partial(_mark, trees)}
+
+
+def _mark(trees: set[int], place: int, value: Any) -> Any:
     if not isinstance(value, Tracer):
+        if not jtu.all_leaves([value]) and any(isinstance(leaf, Tracer) for leaf in jtu.tree_leaves(value)):
+            trees.add(place)
         return value
     kind = jax.typeof(value)
     if not isinstance(kind, ShapedArray) or not kind.shape or jnp.issubdtype(kind.dtype, jax.dtypes.extended):

@@ -20,7 +20,6 @@ from shardrules.programs.jaxprs.bodies import Loop, bodies_of
 from shardrules.programs.jaxprs.calls import InlinedCall, is_cond
 from shardrules.programs.jaxprs.walk import open_jaxpr
 from shardrules.programs.patches.marks import Mark, is_backward, mark_of
-from shardrules.programs.patches.places import Place
 
 
 class LayoutsAt(Protocol):
@@ -49,6 +48,8 @@ class Need:
     """The number of elements of the value, in all of its runs."""
     has_matmul: bool
     """The value is computed by a matmul or a convolution."""
+    moves: bool
+    """The value is not in that layout before."""
 
 
 @final
@@ -105,7 +106,6 @@ def find_needs(
     layouts: Layouts,
     specs: Sequence[PartitionSpec],
     result_specs: Sequence[PartitionSpec],
-    places: Sequence[Place],
 ) -> tuple[list[Need], list[Conflict]]:
     """Returns what a plan says of the places of a marked program, and where it says several things at once."""
     nodes = _nodes(marked.jaxpr)
@@ -117,7 +117,7 @@ def find_needs(
     for place, instances in _by_place(walk.instances).items():
         first = [each for each in instances if not is_backward(each.equation)] or instances
         pairs = [(_spec_at(each, each.spec), each) for each in first if each.spec is not None]
-        if not pairs or (places[place].is_read and not any(map(walk.moves, first))):
+        if not pairs:
             continue
         kinds = {(spec_key(spec), each.mark.ndim): spec for spec, each in pairs}
         if len(kinds) > 1:
@@ -125,7 +125,9 @@ def find_needs(
             continue
         spec, instance = pairs[0]
         elements = sum(math.prod(each.equation.outvars[0].aval.shape) for each in first)
-        needs.append(Need(place, spec, instance.mark.ndim, elements, instance.value.has_matmul))
+        needs.append(
+            Need(place, spec, instance.mark.ndim, elements, instance.value.has_matmul, any(map(walk.moves, first)))
+        )
     return needs, conflicts
 
 
@@ -197,7 +199,7 @@ def _key(equation: Any) -> Any:
     return equation.primitive.name, tuple(shapes), tuple(map(str, equation_stack(equation)[:8]))
 
 
-_MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 
 
 @final
@@ -259,7 +261,7 @@ class _Walk:
         for position, value in enumerate(inputs):
             moves = () if layouts is None else layouts.operands[position]
             self.use(value, moves[-1] if moves else value.spec, backward)
-        has_matmul = equation.primitive.name in _MATMULS
+        has_matmul = equation.primitive.name in _PRODUCTS
         count = len(equation.outvars)
         return [_Value(self.results(index, "compute", 0, each), (), has_matmul) for each in range(count)]
 

@@ -31,6 +31,8 @@ class Place:
     """The expression cannot be computed in a line before: it is in a comprehension, a lambda or a condition."""
     is_after: bool = False
     """The name that the statement assigns to; the annotation stands behind the statement."""
+    is_base: bool = False
+    """The expression is only called, indexed or asked for an attribute: it gets no annotation."""
 
     @property
     def line(self) -> int:
@@ -108,46 +110,48 @@ def _in_statements(file: SourceFile, body: Sequence[ast.stmt], function: Functio
 
 
 def _in_expression(
-    file: SourceFile, node: ast.expr, statement: ast.stmt, function: Function, is_inline: bool
+    file: SourceFile,
+    node: ast.expr,
+    statement: ast.stmt,
+    function: Function,
+    is_inline: bool,
+    is_base: bool = False,
 ) -> Iterator[Place]:
     """Yields the places in an expression, operands first."""
     if isinstance(node, ast.JoinedStr | ast.Compare | ast.NamedExpr | ast.Yield | ast.YieldFrom | ast.Constant):
         return
     inner = is_inline or isinstance(node, _SCOPES + _CONDITIONAL)
     scope = node if isinstance(node, ast.Lambda) else function
-    for child in _children(node):
-        yield from _in_expression(file, child, statement, scope, inner)
+    for child, is_child_base in _children(node):
+        yield from _in_expression(file, child, statement, scope, inner, is_child_base)
     is_load = isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
     if isinstance(node, _COMPUTED + _READ) and is_load:
-        yield Place(file, node, statement, function, isinstance(node, _READ), is_inline)
+        is_read = isinstance(node, _READ)
+        yield Place(file, node, statement, function, is_read, is_inline, is_base=is_base and is_read)
 
 
-def _children(node: ast.expr) -> Iterator[ast.expr]:
-    """The expressions inside of one that have values of their own."""
+def _children(node: ast.expr) -> Iterator[tuple[ast.expr, bool]]:
+    """The expressions inside of one that have values of their own, and whether each is only the base of another."""
     if isinstance(node, ast.Call):
-        # `f` of `f(x)`, and `x.sum` of `x.sum()`, are no arrays; the `x` of the latter is.
-        yield from _base(node.func)
-        yield from node.args
-        yield from (keyword.value for keyword in node.keywords)
-    elif isinstance(node, ast.Attribute | ast.Subscript):
-        yield from _base(node)
+        yield node.func, True
+        for child in (*node.args, *(keyword.value for keyword in node.keywords)):
+            yield child, False
+    elif isinstance(node, ast.Attribute):
+        yield node.value, True
+    elif isinstance(node, ast.Subscript):
+        yield node.value, True
+        yield node.slice, False
     elif isinstance(node, ast.Lambda):
-        yield node.body
+        yield node.body, False
     elif isinstance(node, ast.IfExp):
-        yield from (node.body, node.orelse)
+        yield node.body, False
+        yield node.orelse, False
     else:
-        yield from (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.comprehension):
-                yield child.iter
-
-
-def _base(node: ast.expr) -> Iterator[ast.expr]:
-    """The computed value at the beginning of a chain of attributes and indices."""
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    if isinstance(node, _COMPUTED):
-        yield node
+            if isinstance(child, ast.expr):
+                yield child, False
+            elif isinstance(child, ast.comprehension):
+                yield child.iter, False
 
 
 def instrumented(tree: ast.Module, places: dict[int, int], call: str) -> Any:

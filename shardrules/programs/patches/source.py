@@ -73,8 +73,9 @@ class SourceFile:
 
     def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
         """The offsets at which a node begins and ends."""
-        assert node.end_lineno is not None and node.end_col_offset is not None, "parsed nodes have an end"
-        return self.offset(node.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
+        end_line, end_column = node.end_lineno, node.end_col_offset
+        assert end_line is not None, "parsed nodes have an end"
+        return self.offset(node.lineno, node.col_offset), self.offset(end_line, end_column or 0)
 
     def text(self, node: ast.expr | ast.stmt) -> str:
         start, stop = self.span(node)
@@ -88,7 +89,7 @@ class SourceFile:
     def edited(self, edits: Iterable[Edit]) -> bytes:
         """Returns the bytes of the file with edits, of which none overlap. What goes to one place keeps its order."""
         data = self.data
-        for edit in reversed(sorted(edits, key=lambda edit: edit[:2])):
+        for edit in sorted(edits, key=lambda edit: edit[:2])[::-1]:
             data = data[: edit.start] + edit.text.replace("\n", self.line_end).encode() + data[edit.stop :]
         return data.decode().encode(self.encoding)
 

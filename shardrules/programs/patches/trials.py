@@ -41,7 +41,7 @@ class Outcome:
     """The modelled time."""
     wire_bytes: int
     peak_bytes: int
-    collectives: Mapping[tuple[str, str], tuple[int, int]]
+    collectives: Mapping[tuple[str, ...], tuple[int, int]]
     """The runs and the bytes on the wire of the collectives of each kind over the same axes."""
 
     def is_as_good_as(self, other: "Outcome", *, exact: bool) -> bool:

@@ -1,0 +1,47 @@
+"""The annotations that a function needs on Auto axes: those without which the compiler chooses otherwise."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from shardrules.programs.patches.reading import Reading
+from shardrules.programs.patches.text import Annotation
+from shardrules.programs.patches.trials import Machine, Outcome, constrained, needed
+
+
+def auto_annotations(reading: Reading, machine: Machine, goal: Outcome, deadline: float) -> list[Annotation]:
+    """Returns annotations with which a function is compiled as planned, none of which can be taken out."""
+    needs, places = reading.needs, reading.sources.places
+    outcomes: dict[frozenset[int], Outcome] = {}
+
+    def outcome(chosen: frozenset[int]) -> Outcome:
+        if chosen not in outcomes:
+            specs = {number: needs[number].spec for number in chosen}
+            outcomes[chosen] = machine.outcome(constrained(reading.marked, specs))
+        return outcomes[chosen]
+
+    order = reading.candidates
+    products = [number for number in order if needs[number].has_matmul]
+    reads = [number for number in order if places[number].is_read]
+    chosen = least([], products + reads, products, order, outcome=outcome, goal=goal)
+    kept = take_out([number for number in order if number in chosen], outcome, goal, deadline)
+    return [Annotation(places[number], needs[number].spec, "constraint") for number in sorted(kept)]
+
+
+def least(*starts: Sequence[int], outcome: Callable[[frozenset[int]], Outcome], goal: Outcome) -> frozenset[int]:
+    """Returns the first choice that is as good as the plan, and else the fastest."""
+    choices = [frozenset(start) for start in starts]
+    as_good = (choice for choice in choices if outcome(choice).is_as_good_as(goal, exact=False))
+    return next(as_good, None) or min(choices, key=lambda choice: outcome(choice).seconds)
+
+
+def take_out(
+    order: Sequence[int], outcome: Callable[[frozenset[int]], Outcome], goal: Outcome, deadline: float
+) -> list[int]:
+    """Returns those of some annotations that cannot be taken out: without each the program is worse, or another."""
+    whole = outcome(frozenset(order))
+    exact = whole.collectives == goal.collectives
+    limit = goal if whole.is_as_good_as(goal, exact=exact) else whole
+    return needed(
+        order,
+        lambda chosen: time.monotonic() < deadline and outcome(chosen).is_as_good_as(limit, exact=exact),
+    )
