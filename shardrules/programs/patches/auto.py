@@ -31,7 +31,8 @@ def least(*starts: Sequence[int], outcome: Callable[[frozenset[int]], Outcome], 
     """Returns the first choice that is as good as the plan, and else the fastest."""
     choices = [frozenset(start) for start in starts]
     as_good = (choice for choice in choices if outcome(choice).is_as_good_as(goal, exact=False))
-    return next(as_good, None) or min(choices, key=lambda choice: outcome(choice).seconds)
+    first = next(as_good, None)
+    return min(choices, key=lambda choice: outcome(choice).seconds) if first is None else first
 
 
 def take_out(

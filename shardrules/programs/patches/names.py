@@ -31,7 +31,7 @@ class FileNames:
         self._bound = {}
         for name in _bindings(self.file.tree):
             self._bound[name] = self._bound.get(name, 0) + 1
-        self._globals = dict(_imported(self.file.tree.body))
+        self._globals = dotted_names(self.file.tree.body)
 
     def imported(self, dotted: str, statement: str, name: str) -> str:
         """Returns an expression for something that can be imported, and adds the import if it is missing."""
@@ -125,6 +125,11 @@ class FileNames:
         start = self.file.line_starts[line]
         following = self.file.line_of(line + 1).strip()
         return [Edit(start, start, text + "\n" * bool(following and (self.constants or not line)))]
+
+
+def dotted_names(body: Sequence[ast.stmt]) -> dict[str, str]:
+    """Returns the dotted names of what a file imports at its top, by their names there."""
+    return dict(_imported(body))
 
 
 def _import_line(body: Sequence[ast.stmt]) -> int:

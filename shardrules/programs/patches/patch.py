@@ -11,9 +11,11 @@ from typing import Any, final
 import attrs
 
 from shardrules.core.finding import Finding, listing
+from shardrules.programs.compiling.request import CompileRequest
 from shardrules.programs.machine.targets import Target
 from shardrules.programs.patches.apply import write_all
 from shardrules.programs.patches.auto import auto_annotations
+from shardrules.programs.patches.explicit import ExplicitCheck, ExplicitTrials, explicit_annotations, explicit_trace
 from shardrules.programs.patches.planned import PlannedProgram
 from shardrules.programs.patches.reading import Reading
 from shardrules.programs.patches.text import AnnotatedFile, Annotation, annotated
@@ -63,9 +65,11 @@ class SourcePatch:
         Its collectives, its modelled time and its numbers are compared with those of the plan, and of the function
         without the patch. No file changes.
         """
-        with patched_functions(self.changes, [self.fn, self.plan.args]):
-            program = self.plan.trace()
-        return Verification(self.planned, self.machine.outcome(program), *compare_numbers(self.plan, program))
+        plan, request = self.plan, CompileRequest(self.fn, self.plan.arguments, axis_types=None)
+        with patched_functions(self.changes, [self.fn, plan.args]):
+            program = explicit_trace(self.fn, plan, self.machine.mesh) if plan.is_explicit else plan.trace()
+            outcome = self.machine.outcome_of(request, plan.args) if plan.is_explicit else self.machine.outcome(program)
+        return Verification(self.planned, outcome, *compare_numbers(plan, program))
 
 
 def make_patch(
@@ -80,14 +84,29 @@ def make_patch(
     reading = Reading.of(fn, plan, root)
     machine = machine_of(plan, target)
     goal = machine.outcome(plan.planned)
-    annotations = auto_annotations(reading, machine, goal, deadline)
     findings = list(reading.sources.findings)
+    if plan.is_explicit:
+        trials = ExplicitTrials.of(reading, machine, deadline)
+        annotations = explicit_annotations(trials, goal)
+        machine = attrs.evolve(machine, mesh=trials.mesh)
+        findings += [problem.finding for problem in trials.problems.values() if not problem.annotations]
+    else:
+        annotations = auto_annotations(reading, machine, goal, deadline)
     if time.monotonic() > deadline:
         message = f"the time limit of {time_limit:g} s was reached: some annotations may not be needed"
         findings.append(Finding("note", "time-limit", message, remedy="Raise time_limit"))
     files = [file for file in reading.sources.files if any(each.place.file is file for each in annotations)]
     changes = tuple(annotated(file, annotations) for file in files)
     return SourcePatch(fn, plan, reading.sources.root, changes, tuple(annotations), machine, goal, tuple(findings))
+
+
+def check_explicit(
+    fn: Callable[..., Any], plan: PlannedProgram, root: str | Path | None, target: Target | str | None
+) -> ExplicitCheck:
+    """Returns the lines of a function that JAX refuses on Explicit axes."""
+    trials = ExplicitTrials.of(Reading.of(fn, plan, root), machine_of(plan, target), float("inf"))
+    trials.mended(frozenset())
+    return ExplicitCheck(tuple(trials.problems.values()))
 
 
 def machine_of(plan: PlannedProgram, target: Target | str | None) -> Machine:

@@ -122,7 +122,7 @@ def _in_expression(
         return
     inner = is_inline or isinstance(node, _SCOPES + _CONDITIONAL)
     scope = node if isinstance(node, ast.Lambda) else function
-    for child, is_child_base in _children(node):
+    for child, is_child_base in children(node):
         yield from _in_expression(file, child, statement, scope, inner, is_child_base)
     is_load = isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
     if isinstance(node, _COMPUTED + _READ) and is_load:
@@ -130,7 +130,7 @@ def _in_expression(
         yield Place(file, node, statement, function, is_read, is_inline, is_base=is_base and is_read)
 
 
-def _children(node: ast.expr) -> Iterator[tuple[ast.expr, bool]]:
+def children(node: ast.expr) -> Iterator[tuple[ast.expr, bool]]:
     """The expressions inside of one that have values of their own, and whether each is only the base of another."""
     if isinstance(node, ast.Call):
         yield node.func, True
@@ -176,7 +176,7 @@ class _Instrument(ast.NodeTransformer):
         if number is None or not isinstance(node, ast.expr):
             return node
         call = ast.Call(ast.Name(self.call, ast.Load()), [ast.Constant(number), node], [])
-        return _at(call, node)
+        return at_position(call, node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> Any:
         target, number = node.target, self.places.get(id(node.target))
@@ -184,11 +184,17 @@ class _Instrument(ast.NodeTransformer):
         if number is None or not isinstance(target, ast.Name):
             return node
         value = ast.Call(ast.Name(self.call, ast.Load()), [ast.Constant(number), ast.Name(target.id, ast.Load())], [])
-        after = ast.Assign([ast.Name(target.id, ast.Store())], value)
-        return [node, _at(after, node)]
+        return [node, assigned_again(node, value)]
 
 
-def _at(node: Any, like: Any) -> Any:
+def assigned_again(node: ast.AugAssign, value: ast.expr) -> ast.Assign:
+    """Returns a statement that gives another value to the name that a statement has changed."""
+    assert isinstance(node.target, ast.Name), "only names are assigned to again"
+    return at_position(ast.Assign([ast.Name(node.target.id, ast.Store())], value), node)
+
+
+def at_position(node: Any, like: Any) -> Any:
+    """Gives new nodes the position of another, and returns the first."""
     for each in ast.walk(node):
         if "lineno" in getattr(each, "_attributes", ()) and not hasattr(each, "lineno"):
             ast.copy_location(each, like)

@@ -6,10 +6,11 @@ from typing import Any, final
 import attrs
 import jax
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from shardrules.core.axes import AnyMesh
-from shardrules.core.errors import ConfigError
+from shardrules.core.axes import AnyMesh, mesh_text
+from shardrules.core.errors import AxisTypeError, ConfigError
+from shardrules.core.rule import ShardingPlan
 from shardrules.programs.machine.hardware import Hardware, sheets
 from shardrules.programs.machine.targets import Target
 from shardrules.programs.patches.needs import Layouts
@@ -29,6 +30,8 @@ class PlannedProgram:
     planned: ClosedJaxpr
     """The same with the layouts of the plan written into it."""
     layouts: Layouts
+    arguments: ShardingPlan
+    """The plan of the arguments."""
     structs: tuple[jax.ShapeDtypeStruct, ...]
     specs: tuple[PartitionSpec, ...]
     result_specs: tuple[PartitionSpec, ...]
@@ -36,8 +39,17 @@ class PlannedProgram:
     out_shardings: tuple[Any, ...]
     trace: Callable[[], ClosedJaxpr]
     """Traces the function again, as it was traced before."""
-    rebuild: Callable[[Any], Any]
-    """Returns the arguments with other arrays."""
+
+    @property
+    def is_explicit(self) -> bool:
+        """Returns whether the types of arrays say their layouts. `AxisTypeError` where this is so of some axes only."""
+        explicit = [axis_type == AxisType.Explicit for axis_type in self.mesh.axis_types]
+        if any(explicit) and not all(explicit):
+            raise AxisTypeError(
+                f"mesh {mesh_text(self.mesh)} has axes of several types. Patches are for Auto or for Explicit axes: "
+                "plan for a mesh of one type"
+            )
+        return all(explicit)
 
     @property
     def target(self) -> Target:

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import string
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, TypeAlias, final
 
@@ -12,7 +13,7 @@ from shardrules.programs.patches.names import FileNames
 from shardrules.programs.patches.places import Place
 from shardrules.programs.patches.source import Edit, SourceFile
 
-Form: TypeAlias = Literal["constraint", "reshard", "out_sharding"]
+Form: TypeAlias = Literal["constraint", "reshard", "out_sharding", "auto"]
 """The way to say a layout: on Auto axes by `with_sharding_constraint`, on Explicit ones by the others."""
 
 _WIDTH = 100
@@ -31,6 +32,16 @@ class Annotation:
     place: Place
     spec: PartitionSpec
     form: Form
+    operands: tuple[ast.expr, ...] = ()
+    """The arrays in the expression, for one that runs on Auto axes."""
+
+
+def parameter_names(node: ast.expr, count: int) -> list[str]:
+    """Returns names for parameters that an expression does not use."""
+    names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return [name for name in (*string.ascii_lowercase, *(f"x{index}" for index in range(count))) if name not in names][
+        :count
+    ]
 
 
 @final
@@ -82,6 +93,8 @@ class _Texts:
         for annotation in self.annotations:
             if annotation.form == "out_sharding":
                 self.add_out_sharding(annotation.place, self.names.spec(annotation.spec))
+            elif annotation.form == "auto":
+                self.add_auto(annotation)
             else:
                 self.add(annotation)
         ordered = sorted([*self.lines, *self.insertions], key=lambda each: each[:3])
@@ -123,13 +136,7 @@ class _Texts:
     def name(self, place: Place, call: str, spec: str, indent: str) -> None:
         """Gives the value a name in a line before the statement."""
         start, stop = self.file.span(place.node)
-        inside = [each for each in self.insertions if start <= each.start and each.stop <= stop]
-        self.insertions = [each for each in self.insertions if each not in inside]
-        value = self.file.data[start:stop].decode()
-        # What is annotated inside of it goes along.
-        for each in sorted(inside, key=lambda each: each[:3], reverse=True):
-            data = value.encode()
-            value = (data[: each.start - start] + each.text.encode() + data[each.stop - start :]).decode()
+        value = self.taken(start, stop)
         name = self.names.local(_name_for(place.node), place.function)
         text, after = f"{indent}{name} = {call}({value}, {spec})\n", name
         if len(text) > _WIDTH + 1 or "\n" in value or "\r" in value:
@@ -141,6 +148,29 @@ class _Texts:
         before = self.file.offset(place.statement.lineno, 0)
         self.lines.append(_Insertion(before, before, len(self.lines), text.replace("\r\n", "\n")))
         self.insert(start, stop, 0, after)
+
+    def taken(self, start: int, stop: int) -> str:
+        """Takes the annotated text of an expression out, to write it elsewhere."""
+        inside = [each for each in self.insertions if start <= each.start and each.stop <= stop]
+        self.insertions = [each for each in self.insertions if each not in inside]
+        data = self.file.data[start:stop]
+        for each in sorted(inside, key=lambda each: each[:3], reverse=True):
+            data = data[: each.start - start] + each.text.encode() + data[each.stop - start :]
+        return data.decode()
+
+    def add_auto(self, annotation: Annotation) -> None:
+        """Makes the expression a function of the arrays in it, which runs on Auto axes."""
+        node, spec = annotation.place.node, self.names.spec(annotation.spec)
+        names = parameter_names(node, len(annotation.operands))
+        operands: list[str] = []
+        for name, operand in zip(names, annotation.operands, strict=True):
+            first, last = self.file.span(operand)
+            operands.append(self.taken(first, last))
+            self.insert(first, last, 0, name)
+        start, stop = self.file.span(node)
+        body, call = self.taken(start, stop), self.names.function("jax.sharding.auto_axes")
+        text = f"{call}(lambda {', '.join(names)}: {body}, out_sharding={spec})({', '.join(operands)})"
+        self.insert(start, stop, 0, text)
 
     def add_out_sharding(self, place: Place, spec: str) -> None:
         node, (start, stop) = place.node, self.file.span(place.node)

@@ -1,19 +1,17 @@
 """A plan as the room of patches reads it."""
 
-from collections.abc import Sequence
 from typing import Any
 
-import jax.tree_util as jtu
 from jax.extend.core import ClosedJaxpr
 
-from shardrules.core.tree import array_kind
+from shardrules.core.rule import ShardingPlan
 from shardrules.programs.autoplan.run.call import auto_mesh, axis_names_of, read_call
 from shardrules.programs.autoplan.run.replay import PlannedFunction
 from shardrules.programs.autoplan.run.rewrite import chosen_layouts, with_layouts
 from shardrules.programs.patches.planned import PlannedProgram
 
 
-def planned_program(function: PlannedFunction, args: tuple[Any, ...]) -> PlannedProgram:
+def planned_program(function: PlannedFunction, args: tuple[Any, ...], arguments: ShardingPlan) -> PlannedProgram:
     """Returns what patches need to know of a planned function. `TreeError` if it is not the one that was planned."""
     call, mesh, problem = function.planned, function.mesh, function.problem
 
@@ -24,12 +22,6 @@ def planned_program(function: PlannedFunction, args: tuple[Any, ...]) -> Planned
     layouts = chosen_layouts(problem, function.choice)
     with axis_names_of(mesh):
         planned = with_layouts(call.jaxpr, layouts, auto_mesh(mesh))
-    leaves, treedef = jtu.tree_flatten(args)
-
-    def rebuild(arrays: Sequence[Any]) -> Any:
-        rest = iter(arrays)
-        return treedef.unflatten([leaf if array_kind(leaf) is None else next(rest) for leaf in leaves])
-
     return PlannedProgram(
         call.name,
         args,
@@ -38,11 +30,11 @@ def planned_program(function: PlannedFunction, args: tuple[Any, ...]) -> Planned
         call.jaxpr,
         planned,
         layouts,
+        arguments,
         call.structs,
         function.specs,
         function.result_specs,
         function.specs,
         function.result_specs,
         trace,
-        rebuild,
     )

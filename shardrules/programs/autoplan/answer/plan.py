@@ -48,7 +48,7 @@ from shardrules.programs.autoplan.solve.solver import LIMIT_TOLERANCE
 from shardrules.programs.compiling.arguments import donated_arguments
 from shardrules.programs.costs.step_time import StepTime
 from shardrules.programs.machine.targets import Target
-from shardrules.programs.patches.patch import SourcePatch, make_patch
+from shardrules.programs.patches.patch import ExplicitCheck, SourcePatch, check_explicit, make_patch
 
 Status: TypeAlias = Literal["optimal", "feasible"]
 """A plan's proof: no other that fits is better, or another may be."""
@@ -299,7 +299,13 @@ class AutoPlan:
         time_limit: float = 300,
     ) -> SourcePatch:
         """Returns a patch that writes the layouts inside of the function into its source: it prints as a diff."""
-        return make_patch(fn, planned_program(self.jit(fn), self.args), root, target, time_limit)
+        return make_patch(fn, planned_program(self.jit(fn), self.args, self.plan), root, target, time_limit)
+
+    def check_explicit(
+        self, fn: Callable[..., Any], *, root: str | Path | None = None, target: Target | str | None = None
+    ) -> ExplicitCheck:
+        """Returns the lines of the function that JAX refuses on an Explicit mesh, each with what mends it."""
+        return check_explicit(fn, planned_program(self.jit(fn), self.args, self.plan), root, target)
 
     @functools.cached_property
     def split_dims(self) -> tuple[SplitDim, ...]:

@@ -136,7 +136,7 @@ class PlannedFunction:
         weak_types = [array.weak_type for array in self.planned.structs]
         call = read_call(self.fn, args, mesh, self.planned.name, self.planned.on_host, weak_types)
         if call.fingerprint != self.planned.fingerprint or call.structs != self.planned.structs:
-            raise TreeError(difference(self.planned, call))
+            raise TreeError(_difference(self.planned, call))
         # Constraints need Auto axes, whatever axis types the user's mesh has.
         auto = auto_mesh(mesh)
         with axis_names_of(mesh):
@@ -248,7 +248,7 @@ def concrete_mesh(mesh: AnyMesh) -> Mesh:
     )
 
 
-def difference(planned: Call, called: Call) -> str:
+def _difference(planned: Call, called: Call) -> str:
     """Returns a message that says what differs from the plan."""
     before = dict(zip(planned.paths, planned.structs, strict=True))
     after = dict(zip(called.paths, called.structs, strict=True))
@@ -263,7 +263,7 @@ def difference(planned: Call, called: Call) -> str:
         "; ".join(shortened([*map(printable, differences)]))
         if differences
         else "the arguments are the same, but what it computes is not: in the plan "
-        + printable(firstdifference(planned.jaxpr, called.jaxpr))
+        + printable(first_difference(planned.jaxpr, called.jaxpr))
     )
     return f"{called.name} differs from the function that was planned: {why}. Plan again for this one"
 
