@@ -75,7 +75,8 @@ class TypeProblem:
     def __str__(self) -> str:
         mends = ", ".join(dict.fromkeys(f"{each.form} {spec_repr(each.spec)}" for each in self.annotations))
         text = self.place.file.text(self.place.node)
-        return printable(f"{self.place}: {text}: {self.message}\n  -> {mends or 'nothing mends it'}")
+        lines = f"{self.place}: {text}: {self.message}", f"  -> {mends or 'nothing mends it'}"
+        return "\n".join(map(printable, lines))
 
 
 @final
@@ -104,6 +105,7 @@ class ExplicitTrials:
     mends: dict[int, Form] = attrs.field(factory=dict)
     """The annotations without which JAX refuses the function, by place."""
     problems: dict[int, TypeProblem] = attrs.field(factory=dict)
+    _numbers: dict[int, int] = attrs.field(factory=dict)
     _tried: dict[int, int] = attrs.field(factory=dict)
     _outcomes: dict[frozenset[tuple[int, str]], Outcome | None] = attrs.field(factory=dict)
 
@@ -111,7 +113,9 @@ class ExplicitTrials:
     def of(cls, reading: Reading, machine: Machine, deadline: float) -> "ExplicitTrials":
         mesh = machine.target.mesh(reading.plan.mesh)
         types = (AxisType.Explicit,) * len(mesh.axis_names)
-        return cls(reading, machine, Mesh(mesh.devices, mesh.axis_names, axis_types=types), deadline)
+        numbers = {id(place.node): number for number, place in enumerate(reading.sources.places)}
+        explicit = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+        return cls(reading, machine, explicit, deadline, numbers=numbers)
 
     def forms(self, chosen: Sequence[int] | frozenset[int]) -> dict[int, Form]:
         """The annotations of chosen places, and those that the function needs at all."""
@@ -119,16 +123,26 @@ class ExplicitTrials:
         return {**forms, **self.mends}
 
     def form(self, number: int) -> Form:
-        return (
-            "out_sharding" if takes_sharding(self.reading.sources.places[number].node, self.file(number)) else "reshard"
-        )
+        return "out_sharding" if self.takes_sharding(number) else "reshard"
+
+    def takes_sharding(self, number: int) -> bool:
+        """Returns whether an expression can be given the layout of its result."""
+        place = self.reading.sources.places[number]
+        if isinstance(place.node, ast.Subscript):
+            # An array that is indexed by arrays: not by numbers, and no dictionary.
+            operands = self.operands(number)
+            return (
+                len(operands) > 1 and operands[0] is place.node.value and self.number(operands[0]) in self.reading.needs
+            )
+        return takes_sharding(place.node, place.file)
+
+    def number(self, node: ast.AST) -> int:
+        """The number of the place that a node is; -1 for none."""
+        return self._numbers.get(id(node), -1)
 
     def annotation(self, number: int, form: Form) -> Annotation:
         operands = tuple(self.operands(number)) if form == "auto" else ()
         return Annotation(self.reading.sources.places[number], self.reading.needs[number].spec, form, operands)
-
-    def file(self, number: int) -> SourceFile:
-        return self.reading.sources.places[number].file
 
     def mended(self, chosen: frozenset[int]) -> bool:
         """Adds what JAX needs beside chosen annotations; false if nothing makes it accept the function."""
@@ -146,9 +160,10 @@ class ExplicitTrials:
             with self.running(forms):
                 explicit_trace(self.reading.fn, plan, self.mesh)
         except Exception as error:  # JAX has several classes for what it refuses
-            if not re.search(r"(?i)shard|duplicate entries", f"{type(error).__name__} {error}"):
+            cause = error.__cause__ if isinstance(error, PlanError) else error
+            if not re.search(r"(?i)shard|DuplicateSpec", f"{type(cause).__name__} {cause}"):
                 raise
-            return error.__cause__ if isinstance(error, PlanError) else error
+            return cause
         return None
 
     def outcome(self, chosen: frozenset[int]) -> Outcome:
@@ -191,18 +206,16 @@ class ExplicitTrials:
 
     def operands(self, number: int) -> list[ast.expr]:
         """The largest expressions inside of a place that are arrays, or trees of them."""
-        places = self.reading.sources.places
-        numbers = {id(place.node): index for index, place in enumerate(places)}
 
         def inside(node: ast.expr) -> Iterator[ast.expr]:
             for child, _ in children(node):
-                index = numbers.get(id(child), -1)
+                index = self.number(child)
                 if index in self.reading.needs or index in self.reading.trees:
                     yield child
                 else:
                     yield from inside(child)
 
-        return list(inside(places[number].node))
+        return list(inside(self.reading.sources.places[number].node))
 
     def mend(self, error: BaseException, chosen: frozenset[int]) -> bool:
         """Adds the next annotation that may mend the expression at which JAX raised an error."""
@@ -228,11 +241,10 @@ class ExplicitTrials:
         """The annotations that may mend an expression, the plainest first."""
         places, needs = self.reading.sources.places, self.reading.needs
         node = places[number].node
-        numbers = {id(place.node): index for index, place in enumerate(places)}
         options: list[dict[int, Form]] = []
-        if takes_sharding(node, self.file(number)):
+        if self.takes_sharding(number):
             options.append({number: "out_sharding"})
-        operands = [numbers[id(each)] for each in self.operands(number) if numbers.get(id(each)) in needs]
+        operands = [each for each in map(self.number, self.operands(number)) if each in needs]
         returned = [each for each in self.returned(number) if each in needs]
         if returned:
             options.append(dict.fromkeys([*operands, *returned], "reshard"))
@@ -295,12 +307,9 @@ def explicit_trace(fn: Callable[..., Any], plan: PlannedProgram, mesh: AnyMesh) 
 
 
 def takes_sharding(node: ast.expr, file: SourceFile) -> bool:
-    """Returns whether an expression can be given the layout of its result."""
+    """Returns whether an operation, or a function of JAX, can be given the layout of its result."""
     if isinstance(node, ast.BinOp):
         return isinstance(node.op, ast.MatMult)
-    if isinstance(node, ast.Subscript):
-        # Only indices that are arrays need it: strings are keys of dictionaries.
-        return isinstance(node.slice, ast.Name | ast.Tuple | ast.Call | ast.BinOp | ast.Attribute | ast.Subscript)
     if not isinstance(node, ast.Call) or any(each.arg in (None, "out_sharding") for each in node.keywords):
         return False
     first, dot, rest = ast.unparse(node.func).partition(".")

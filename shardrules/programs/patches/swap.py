@@ -4,6 +4,7 @@ Closures, decorated functions and methods of objects that exist already run the 
 """
 
 import contextlib
+import difflib
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,12 +29,16 @@ def compiled(file: SourceFile) -> CodeType:
 
 
 def code_changes(old: CodeType, new: CodeType, file: SourceFile) -> dict[CodeType, CodeType]:
-    """Returns for each function of a module its code in a changed module, which has the same functions."""
+    """Returns for each function of a module its code in a changed module, which has these functions, too."""
     changes: dict[CodeType, CodeType] = {}
     olds, news = ([each for each in code.co_consts if isinstance(each, CodeType)] for code in (old, new))
-    if [each.co_name for each in olds] != [each.co_name for each in news]:
+    # Changed code may have more lambdas.
+    keys, new_keys = ([(each.co_name, each.co_argcount) for each in codes] for codes in (olds, news))
+    blocks = difflib.SequenceMatcher(None, keys, new_keys, autojunk=False).get_matching_blocks()
+    pairs = [(olds[first + index], news[second + index]) for first, second, size in blocks for index in range(size)]
+    if len(pairs) < len(olds):
         raise PatchError(f"{file.path}: functions in line {old.co_firstlineno} cannot be told apart. Name them")
-    for before, after in zip(olds, news, strict=True):
+    for before, after in pairs:
         changes[before] = after
         changes |= code_changes(before, after, file)
     return changes
