@@ -102,10 +102,11 @@ class ExplicitTrials:
     machine: Machine
     mesh: Mesh
     deadline: float
+    _numbers: dict[int, int]
+    """The numbers of places, by the ids of their nodes."""
     mends: dict[int, Form] = attrs.field(factory=dict)
     """The annotations without which JAX refuses the function, by place."""
     problems: dict[int, TypeProblem] = attrs.field(factory=dict)
-    _numbers: dict[int, int] = attrs.field(factory=dict)
     _tried: dict[int, int] = attrs.field(factory=dict)
     _outcomes: dict[frozenset[tuple[int, str]], Outcome | None] = attrs.field(factory=dict)
 
@@ -115,7 +116,7 @@ class ExplicitTrials:
         types = (AxisType.Explicit,) * len(mesh.axis_names)
         numbers = {id(place.node): number for number, place in enumerate(reading.sources.places)}
         explicit = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-        return cls(reading, machine, explicit, deadline, numbers=numbers)
+        return cls(reading, machine, explicit, deadline, numbers)
 
     def forms(self, chosen: Sequence[int] | frozenset[int]) -> dict[int, Form]:
         """The annotations of chosen places, and those that the function needs at all."""

@@ -93,8 +93,10 @@ class _Texts:
         for annotation in self.annotations:
             if annotation.form == "out_sharding":
                 self.add_out_sharding(annotation.place, self.names.spec(annotation.spec))
+                self.shorten(annotation.place)
             elif annotation.form == "auto":
                 self.add_auto(annotation)
+                self.shorten(annotation.place)
             else:
                 self.add(annotation)
         ordered = sorted([*self.lines, *self.insertions], key=lambda each: each[:3])
@@ -145,9 +147,22 @@ class _Texts:
             line = self.file.line_of(place.line)
             if place.node.lineno != place.node.end_lineno or len(line) + len(after) - (stop - start) > _WIDTH:
                 text, after = f"{text}{indent}{name} = {after}\n", name
+        self.hoist(place, text, after)
+
+    def hoist(self, place: Place, lines: str, after: str) -> None:
+        """Adds lines before the statement of an expression, and puts other text into its place."""
         before = self.file.offset(place.statement.lineno, 0)
-        self.lines.append(_Insertion(before, before, len(self.lines), text.replace("\r\n", "\n")))
-        self.insert(start, stop, 0, after)
+        self.lines.append(_Insertion(before, before, len(self.lines), lines.replace("\r\n", "\n")))
+        self.insert(*self.file.span(place.node), 0, after)
+
+    def shorten(self, place: Place) -> None:
+        """Gives an annotated value a name in a line before, if the line is too long with it."""
+        indent = self.indent(place.statement)
+        is_whole = getattr(place.statement, "value", None) is place.node
+        if indent is None or place.is_inline or is_whole or self.fits(place.node, 0):
+            return
+        name = self.names.local(_name_for(place.node), place.function)
+        self.hoist(place, f"{indent}{name} = {self.taken(*self.file.span(place.node))}\n", name)
 
     def taken(self, start: int, stop: int) -> str:
         """Takes the annotated text of an expression out, to write it elsewhere."""

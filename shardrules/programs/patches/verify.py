@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from shardrules.core.axes import mesh_sizes
 from shardrules.core.keys import is_key
@@ -103,24 +103,23 @@ def compare_numbers(plan: PlannedProgram, patched: ClosedJaxpr) -> tuple[float |
     devices, sizes = jax.devices("cpu"), mesh_sizes(plan.mesh)
     if len(devices) < plan.mesh.size:
         return None, 0.0, f"numbers not compared: {plan.mesh.size} CPU devices are needed, and there are {len(devices)}"
-    mesh = Mesh(
-        np.array(devices[: plan.mesh.size]).reshape(tuple(sizes.values())),
-        tuple(sizes),
-        axis_types=plan.mesh.axis_types,
-    )
+    grid = np.array(devices[: plan.mesh.size]).reshape(tuple(sizes.values()))
+    mesh = Mesh(grid, tuple(sizes), axis_types=plan.mesh.axis_types)
+    auto = Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     arrays = _arrays(plan)
     with jax.default_matmul_precision("highest"):
-        results = [run_on(mesh, program, plan, arrays) for program in (plan.program, patched)]
-    pairs = [(np.asarray(old), np.asarray(new)) for old, new in zip(*results, strict=True) if not is_key(old.dtype)]
+        before, after = _run(plan.program, plan, auto, arrays), _run(patched, plan, mesh, arrays)
+    pairs = [
+        (np.asarray(old), np.asarray(new)) for old, new in zip(before, after, strict=True) if not is_key(old.dtype)
+    ]
     return max((_error(*pair) for pair in pairs), default=0.0), _tolerance(plan), ""
 
 
-def run_on(mesh: Mesh, program: ClosedJaxpr, plan: PlannedProgram, arrays: Sequence[Any]) -> list[Any]:
-    run = jaxpr_as_fun(retarget(program, mesh))
+def _run(program: ClosedJaxpr, plan: PlannedProgram, mesh: Mesh, arrays: Sequence[Any]) -> list[Any]:
+    """Runs a program with its arguments as planned."""
     with jax.set_mesh(mesh):
-        shardings = [NamedSharding(mesh, spec) for spec in plan.specs]
-        results = [NamedSharding(mesh, spec) for spec in plan.result_specs]
-        return jax.jit(run, in_shardings=shardings, out_shardings=results)(*arrays)
+        places = [NamedSharding(mesh, spec) for spec in plan.specs]
+        return jax.jit(jaxpr_as_fun(retarget(program, mesh)))(*jax.device_put(list(arrays), places))
 
 
 def _tolerance(plan: PlannedProgram) -> float:
