@@ -89,6 +89,8 @@ class _Instance:
     mark: Mark
     equation: Any
     value: _Value
+    backward: bool
+    """The mark is where derivatives are computed, or what they need again."""
     uses: list[tuple[PartitionSpec, bool]] = attrs.field(factory=list)
     """The specs in which operations take the value, and whether these compute derivatives."""
 
@@ -115,11 +117,12 @@ def find_needs(
     needs: list[Need] = []
     conflicts: list[Conflict] = []
     for place, instances in _by_place(walk.instances).items():
-        first = [each for each in instances if not is_backward(each.equation)] or instances
+        first = [each for each in instances if not each.backward] or instances
         pairs = [(_spec_at(each, each.spec), each) for each in first if each.spec is not None]
         if not pairs:
             continue
-        kinds = {(spec_key(spec), each.mark.ndim): spec for spec, each in pairs}
+        # A spec without its last dims, which are whole, is good for arrays of several ranks.
+        kinds = {spec_key(spec): spec for spec, _ in pairs}
         if len(kinds) > 1:
             conflicts.append(Conflict(place, tuple(kinds.values())))
             continue
@@ -209,23 +212,24 @@ class _Walk:
     def __init__(self, layouts: Layouts) -> None:
         self.layouts = layouts
         self.instances: list[_Instance] = []
+        self.backward = False
 
     def run(
         self, program: Jaxpr, nodes: list[_Node], specs: Sequence[PartitionSpec], results: Sequence[PartitionSpec]
     ) -> None:
         returned = self.body(program, nodes, [_Value(spec) for spec in specs])
         for value, spec in zip(returned, results, strict=True):
-            self.use(value, spec, False)
+            self.use(value, spec)
 
     def moves(self, instance: _Instance) -> bool:
         """Returns whether the value has another spec than before the mark."""
         before = self.instances[instance.value.marks[-1]].spec if instance.value.marks else instance.value.spec
         return instance.spec is not None and (before is None or spec_key(before) != spec_key(instance.spec))
 
-    def use(self, value: _Value, spec: PartitionSpec | None, backward: bool) -> None:
+    def use(self, value: _Value, spec: PartitionSpec | None) -> None:
         if spec is not None:
             for mark in value.marks:
-                self.instances[mark].uses.append((spec, backward))
+                self.instances[mark].uses.append((spec, self.backward))
 
     def results(self, index: int, role: str, slot: int, position: int = 0) -> PartitionSpec | None:
         layouts = self.layouts.get((index, role, slot))
@@ -244,11 +248,18 @@ class _Walk:
         return [value_of(var) for var in program.outvars]
 
     def equation(self, node: _Node, inputs: list[_Value]) -> list[_Value]:
+        # Names of what computes derivatives stand at the outermost equation only.
+        around, self.backward = self.backward, self.backward or is_backward(node.equation)
+        results = self.results_of(node, inputs)
+        self.backward = around
+        return results
+
+    def results_of(self, node: _Node, inputs: list[_Value]) -> list[_Value]:
         equation, index = node.equation, node.index
         mark = mark_of(equation)
         if mark is not None:
             (value,) = inputs
-            self.instances.append(_Instance(mark, equation, value))
+            self.instances.append(_Instance(mark, equation, value, self.backward))
             return [attrs.evolve(value, marks=(*value.marks, len(self.instances) - 1))]
         call, loop = InlinedCall.of(equation), Loop.of(equation)
         if call is not None:
@@ -257,10 +268,10 @@ class _Walk:
             return self.loop(loop, node, inputs)
         if is_cond(equation):
             return self.cond(node, inputs)
-        layouts, backward = self.layouts.get((index, "compute", 0)), is_backward(equation)
+        layouts = self.layouts.get((index, "compute", 0))
         for position, value in enumerate(inputs):
             moves = () if layouts is None else layouts.operands[position]
-            self.use(value, moves[-1] if moves else value.spec, backward)
+            self.use(value, moves[-1] if moves else value.spec)
         has_matmul = equation.primitive.name in _PRODUCTS
         count = len(equation.outvars)
         return [_Value(self.results(index, "compute", 0, each), (), has_matmul) for each in range(count)]
@@ -268,7 +279,7 @@ class _Walk:
     def enter(self, index: int, role: str, inputs: Sequence[_Value], first_slot: int) -> list[_Value]:
         specs = [self.results(index, role, slot) for slot in range(first_slot, first_slot + len(inputs))]
         for value, spec in zip(inputs, specs, strict=True):
-            self.use(value, spec, False)
+            self.use(value, spec)
         return [_Value(spec) for spec in specs]
 
     def loop(self, loop: Loop, node: _Node, inputs: list[_Value]) -> list[_Value]:
@@ -279,10 +290,10 @@ class _Walk:
         pieces = self.enter(index, "enter", inputs[loop.pieces], len(consts))
         returned = self.body(*node.bodies[0], [*consts, *carry, *pieces])
         for slot, value in enumerate(returned[: len(carry)]):
-            self.use(value, self.results(index, "join", slot), False)
+            self.use(value, self.results(index, "join", slot))
         stacked = [self.results(index, "leave", slot) for slot in range(count - len(carry))]
         for value, spec in zip(returned[len(carry) :], stacked, strict=True):
-            self.use(value, None if spec is None else PartitionSpec(*tuple(spec)[1:]), False)
+            self.use(value, None if spec is None else PartitionSpec(*tuple(spec)[1:]))
         if loop.test is not None:
             self.body(*node.bodies[1], [*tested, *carry])
         return [_Value(self.results(index, "exit", slot)) for slot in range(len(carry))] + [*map(_Value, stacked)]
@@ -294,5 +305,5 @@ class _Walk:
             for value, spec in zip(
                 self.body(program, inner, self.enter(index, "enter", inputs[1:], branch * count)), specs, strict=True
             ):
-                self.use(value, spec, False)
+                self.use(value, spec)
         return [*map(_Value, specs)]
