@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from shardrules.programs.patches.reading import Reading
 from shardrules.programs.patches.text import Annotation
-from shardrules.programs.patches.trials import Machine, Outcome, constrained, needed
+from shardrules.programs.patches.trials import EQUAL, Machine, Outcome, constrained, needed
 
 
 def auto_annotations(reading: Reading, machine: Machine, goal: Outcome, deadline: float) -> list[Annotation]:
@@ -23,6 +23,7 @@ def auto_annotations(reading: Reading, machine: Machine, goal: Outcome, deadline
     products = [number for number in order if needs[number].has_matmul]
     reads = [number for number in order if places[number].is_read]
     chosen = least([], products + reads, products, order, outcome=outcome, goal=goal)
+    chosen = improved(chosen, order, outcome, goal, deadline)
     kept = take_out([number for number in order if number in chosen], outcome, goal, deadline)
     return [Annotation(places[number], needs[number].spec, "constraint") for number in sorted(kept)]
 
@@ -33,6 +34,24 @@ def least(*starts: Sequence[int], outcome: Callable[[frozenset[int]], Outcome], 
     as_good = (choice for choice in choices if outcome(choice).is_as_good_as(goal, exact=False))
     first = next(as_good, None)
     return min(choices, key=lambda choice: outcome(choice).seconds) if first is None else first
+
+
+def improved(
+    chosen: frozenset[int],
+    order: Sequence[int],
+    outcome: Callable[[frozenset[int]], Outcome],
+    goal: Outcome,
+    deadline: float,
+) -> frozenset[int]:
+    """Returns a choice that is faster, if the plan is: each annotation is added, or left out, where that is faster."""
+    for number in order:
+        if outcome(chosen).is_as_good_as(goal, exact=False) or time.monotonic() > deadline:
+            break
+        changed = chosen ^ {number}
+        # Changes below the tolerance of times are not worth a line.
+        if EQUAL * outcome(changed).seconds < outcome(chosen).seconds:
+            chosen = changed
+    return chosen
 
 
 def take_out(

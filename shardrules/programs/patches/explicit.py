@@ -27,7 +27,7 @@ from shardrules.core.spec import spec_repr
 from shardrules.programs.compiling.arguments import read_arguments
 from shardrules.programs.compiling.compile import trace
 from shardrules.programs.compiling.request import CompileRequest
-from shardrules.programs.patches.auto import least, take_out
+from shardrules.programs.patches.auto import improved, least, take_out
 from shardrules.programs.patches.marks import twin_tree
 from shardrules.programs.patches.names import dotted_names
 from shardrules.programs.patches.places import Place, assigned_again, at_position, children
@@ -324,6 +324,7 @@ def explicit_annotations(trials: ExplicitTrials, goal: Outcome) -> list[Annotati
     chosen = least(
         [], [each for each in order if reading.needs[each].has_matmul], order, outcome=trials.outcome, goal=goal
     )
+    chosen = improved(chosen, order, trials.outcome, goal, trials.deadline)
     trials.mended(chosen)
     kept = take_out([each for each in order if each in chosen], trials.outcome, goal, trials.deadline)
     forms = trials.forms(kept)

@@ -28,6 +28,9 @@ from shardrules.programs.patches.swap import Changes, code_changes, compiled
 _CALL = "_shardrules_mark"
 _NAME = re.compile(r"place:(\d+):(\d+)")
 _CONSTRAINT = "sharding_constraint"
+_PROMPTS = ("<stdin>", "<string>", "<python-input", "<ipython-input", "<doctest")
+"""The beginnings of the names that code has which comes from no file."""
+
 _TRACERS = (str(Path("autoplan", "run", "call.py")), str(Path("compiling", "compile.py")))
 """The files that call the user's function. Frames outside of them belong to whoever called the planner."""
 
@@ -47,7 +50,7 @@ def user_lines(program: ClosedJaxpr) -> dict[str, set[int]]:
         for frame in equation_stack(equation):
             if frame.file.endswith(_TRACERS):
                 break
-            if not is_library(frame.file):
+            if not is_library(frame.file) or frame.file.startswith(_PROMPTS):
                 lines.setdefault(frame.file, set()).add(frame.line)
     return lines
 

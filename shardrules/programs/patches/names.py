@@ -1,6 +1,7 @@
 """The names that annotations use in a file: those of its imports and constants, and what has to be added for them."""
 
 import ast
+import json
 import keyword
 import re
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,8 @@ class FileNames:
     """The global names of a file, and the lines that its annotations add to it."""
 
     file: SourceFile
+    axes: Sequence[str] = ()
+    """The axes of the mesh, in order."""
     imports: list[str] = attrs.field(factory=list)
     constants: dict[str, str] = attrs.field(factory=dict)
     """The names of new constants, by axis."""
@@ -108,12 +111,10 @@ class FileNames:
     @property
     def header(self) -> str:
         """The new lines at the top of the file."""
-        text = "".join(f"{each}\n" for each in dict.fromkeys(self.imports))
-        return (
-            text
-            + "\n" * bool(self.constants)
-            + "".join(f'{name} = "{axis}"\n' for axis, name in self.constants.items())
-        )
+        imports = "".join(f"{each}\n" for each in dict.fromkeys(self.imports))
+        order = sorted(self.constants, key=lambda axis: self.axes.index(axis) if axis in self.axes else len(self.axes))
+        constants = [f"{self.constants[axis]} = {json.dumps(axis, ensure_ascii=False)}\n" for axis in order]
+        return "".join([imports, *(["\n"] if constants else []), *constants])
 
     def header_edits(self) -> list[Edit]:
         """Returns the edits that add these lines behind the imports of the file."""

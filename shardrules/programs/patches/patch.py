@@ -96,7 +96,7 @@ def make_patch(
         message = f"the time limit of {time_limit:g} s was reached: some annotations may not be needed"
         findings.append(Finding("note", "time-limit", message, remedy="Raise time_limit"))
     files = [file for file in reading.sources.files if any(each.place.file is file for each in annotations)]
-    changes = tuple(annotated(file, annotations) for file in files)
+    changes = tuple(annotated(file, annotations, plan.mesh.axis_names) for file in files)
     return SourcePatch(fn, plan, reading.sources.root, changes, tuple(annotations), machine, goal, tuple(findings))
 
 

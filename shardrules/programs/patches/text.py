@@ -54,9 +54,9 @@ class AnnotatedFile(NamedTuple):
     """The lines that were added at its top."""
 
 
-def annotated(file: SourceFile, annotations: Sequence[Annotation]) -> AnnotatedFile:
-    """Returns a file with annotations."""
-    names = FileNames(file)
+def annotated(file: SourceFile, annotations: Sequence[Annotation], axes: Sequence[str]) -> AnnotatedFile:
+    """Returns a file with annotations; `axes` are those of the mesh."""
+    names = FileNames(file, axes)
     texts = _Texts(file, names, [each for each in annotations if each.place.file is file])
     edits = texts.edits()
     new = file.edited([*names.header_edits(), *edits])
@@ -184,7 +184,11 @@ class _Texts:
             self.insert(first, last, 0, name)
         start, stop = self.file.span(node)
         body, call = self.taken(start, stop), self.names.function("jax.sharding.auto_axes")
-        text = f"{call}(lambda {', '.join(names)}: {body}, out_sharding={spec})({', '.join(operands)})"
+        arguments, ending = f"lambda {', '.join(names)}: {body}, out_sharding={spec}", f")({', '.join(operands)})"
+        margin = self.file.line_of(annotation.place.statement.lineno)
+        margin = margin[: len(margin) - len(margin.lstrip())]
+        is_long = len(margin) + len(call) + len(arguments) + len(ending) > _WIDTH
+        text = f"{call}(\n{margin}    {arguments}\n{margin}{ending}" if is_long else f"{call}({arguments}{ending}"
         self.insert(start, stop, 0, text)
 
     def add_out_sharding(self, place: Place, spec: str) -> None:

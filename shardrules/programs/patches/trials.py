@@ -25,7 +25,7 @@ from shardrules.programs.machine.targets import Target
 from shardrules.programs.patches.marks import mark_of
 from shardrules.programs.patches.needs import batch_dims
 
-_EQUAL = 1.002
+EQUAL = 1.002
 """The ratio up to which times and bytes count as equal: chosen by hand. Plans are told apart by as much."""
 
 _EQUAL_PEAK = 1.02
@@ -47,8 +47,8 @@ class Outcome:
     def is_as_good_as(self, other: "Outcome", *, exact: bool) -> bool:
         """Returns whether a program takes no longer, sends no more and needs no more; `exact`: by equal collectives."""
         return (
-            self.seconds <= _EQUAL * other.seconds
-            and self.wire_bytes <= _EQUAL * other.wire_bytes
+            self.seconds <= EQUAL * other.seconds
+            and self.wire_bytes <= EQUAL * other.wire_bytes
             and self.peak_bytes <= _EQUAL_PEAK * other.peak_bytes
             and (not exact or self.collectives == other.collectives)
         )

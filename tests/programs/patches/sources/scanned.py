@@ -35,8 +35,6 @@ def step(params, x, y):
 def make():
     key = jax.random.key(0)
     shapes = {"qkv": (WIDTH, 3, WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
-    params = {
-        name: jax.random.normal(key, (LAYERS, *shape)) / (2 * shape[0] ** 0.5) for name, shape in shapes.items()
-    }
+    params = {name: jax.random.normal(key, (LAYERS, *shape)) / (2 * shape[0] ** 0.5) for name, shape in shapes.items()}
     x, y = jax.random.normal(key, (2, 16, 8, WIDTH))
     return step, (params, x, y)
