@@ -162,7 +162,7 @@ class ExplicitTrials:
                 explicit_trace(self.reading.fn, plan, self.mesh)
         except Exception as error:  # JAX has several classes for what it refuses
             cause = error.__cause__ if isinstance(error, PlanError) else error
-            if not re.search(r"(?i)shard|DuplicateSpec", f"{type(cause).__name__} {cause}"):
+            if not re.search(r"(?i)shard|DuplicateSpec|\d@[\w(]", f"{type(cause).__name__} {cause}"):
                 raise
             return cause
         return None

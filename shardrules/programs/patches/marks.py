@@ -7,6 +7,7 @@ there. JAX carries marks into loops, derivatives and batches as it carries const
 
 import ast
 import functools
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,9 +48,9 @@ def user_lines(program: ClosedJaxpr) -> dict[str, set[int]]:
     """Returns the lines of each of the user's files that a traced program comes from, callers included."""
     lines: dict[str, set[int]] = {}
     for equation in equations(program):
-        for frame in equation_stack(equation):
-            if frame.file.endswith(_TRACERS):
-                break
+        frames = itertools.takewhile(lambda frame: not frame.file.endswith(_TRACERS), equation_stack(equation))
+        # The outermost first: the file of the function itself.
+        for frame in reversed(list(frames)):
             if not is_library(frame.file) or frame.file.startswith(_PROMPTS):
                 lines.setdefault(frame.file, set()).add(frame.line)
     return lines
