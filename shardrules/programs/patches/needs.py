@@ -50,6 +50,8 @@ class Need:
     """The value is computed by a matmul or a convolution."""
     moves: bool
     """The value is not in that layout before."""
+    batch: Any = None
+    """The axes that split the dim which `vmap` hides from the place."""
 
 
 @final
@@ -129,7 +131,15 @@ def find_needs(
         spec, instance = pairs[0]
         elements = sum(math.prod(each.equation.outvars[0].aval.shape) for each in first)
         needs.append(
-            Need(place, spec, instance.mark.ndim, elements, instance.value.has_matmul, any(map(walk.moves, first)))
+            Need(
+                place,
+                spec,
+                instance.mark.ndim,
+                elements,
+                instance.value.has_matmul,
+                any(map(walk.moves, first)),
+                _batch(instance),
+            )
         )
     return needs, conflicts
 
@@ -159,6 +169,12 @@ def _spec_at(instance: _Instance, spec: PartitionSpec | None) -> PartitionSpec:
     while kept and kept[-1] is None:
         kept.pop()
     return PartitionSpec(*kept)
+
+
+def _batch(instance: _Instance) -> Any:
+    hidden = sorted(batch_dims(instance.equation, instance.mark))
+    spec = tuple(instance.spec or ())
+    return spec[hidden[0]] if hidden and hidden[0] < len(spec) else None
 
 
 def _nodes(program: Jaxpr) -> list[_Node]:

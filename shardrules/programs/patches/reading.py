@@ -1,5 +1,7 @@
 """A planned function as its source has it: the user's files, the places in them, and what the plan says of each."""
 
+import ast
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import CodeType
@@ -7,6 +9,7 @@ from typing import Any, final
 
 import attrs
 from jax.extend.core import ClosedJaxpr
+from jax.sharding import PartitionSpec
 
 from shardrules.core.errors import PatchError
 from shardrules.core.finding import Finding
@@ -91,16 +94,26 @@ class Reading:
         with swapped(changes, dict.fromkeys(sources.names, mark_names(trees)), functions):
             marked = plan.trace()
         needs, conflicts = find_needs(marked, plan.program, plan.layouts, plan.specs, plan.result_specs)
+        if plan.is_explicit:
+            needs = _with_batches(needs, sources.places)
         return cls(fn, plan, sources, marked, {need.place: need for need in needs}, tuple(conflicts), frozenset(trees))
 
     @property
     def candidates(self) -> list[int]:
         """The places that may get an annotation, the most important first: large products, then other results."""
         places = self.sources.places
+        indices = {id(place.node): number for number, place in enumerate(places)}
+
+        def is_read(place: Place) -> bool:
+            # A part of an array is computed from it, and an item of a dictionary is not.
+            node = place.node
+            is_part = isinstance(node, ast.Subscript) and indices.get(id(node.value)) in self.needs
+            return place.is_read and not is_part
+
         numbers = [
             number
             for number, need in self.needs.items()
-            if not places[number].is_base and (need.moves or not places[number].is_read)
+            if not places[number].is_base and (need.moves or not is_read(places[number]))
         ]
         return sorted(
             numbers,
@@ -111,6 +124,28 @@ class Reading:
         """Returns a context in which the functions run other code, with more global names."""
         functions = live_functions([self.fn, self.plan.args], self.sources.names)
         return swapped(code, dict.fromkeys(self.sources.names, names), functions)
+
+
+def _with_batches(needs: Sequence[Need], places: Sequence[Place]) -> list[Need]:
+    """Returns needs in which arrays that `vmap` maps over are split as what is computed from them.
+
+    Inside of the mapped function nothing can be said of that dim, and on Explicit axes it stays as it comes.
+    """
+    weights: Counter[Any] = Counter()
+    for need in needs:
+        weights[need.batch] += need.elements if need.batch is not None else 0
+    batch = weights.most_common(1)[0][0] if weights else None
+    mapped: set[int] = set()
+    for place in places:
+        call = place.node
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Call) and "vmap" in ast.unparse(call.func.func):
+            mapped |= {id(argument) for argument in call.args}
+    return [
+        attrs.evolve(need, spec=PartitionSpec(batch), moves=True)
+        if batch is not None and id(places[need.place].node) in mapped and not any(need.spec)
+        else need
+        for need in needs
+    ]
 
 
 def _check_unchanged(files: Sequence[SourceFile], functions: Sequence[Any]) -> None:
