@@ -29,6 +29,9 @@ from shardrules.programs.costs.schedule import LineTime
 from shardrules.programs.costs.step_time import StepTime
 from shardrules.programs.costs.timeline import Event, Timeline
 from shardrules.programs.experts.expert_exchange import ExpertLoad
+from shardrules.programs.patches.explicit import ExplicitCheck, TypeProblem
+from shardrules.programs.patches.patch import SourcePatch
+from shardrules.programs.patches.verify import Verification
 from shardrules.programs.pipelines.simulate import PipelineTimes
 from shardrules.programs.profiles.comparison import (
     ComparedTime,
@@ -69,6 +72,7 @@ __all__ = [
     "DeviceTime",
     "Event",
     "ExpertLoad",
+    "ExplicitCheck",
     "FigureChange",
     "FilterJit",
     "FilterShardMap",
@@ -100,6 +104,7 @@ __all__ = [
     "RulesFile",
     "ShardingReport",
     "Source",
+    "SourcePatch",
     "SplitDim",
     "StepTime",
     "Timeline",
@@ -109,5 +114,7 @@ __all__ = [
     "TrainingCandidate",
     "TrainingPlan",
     "TrainingPlanReport",
+    "TypeProblem",
     "UnmatchedTime",
+    "Verification",
 ]

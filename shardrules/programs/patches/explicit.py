@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from shardrules.core.axes import AnyMesh
-from shardrules.core.errors import PlanError, printable
+from shardrules.core.errors import PatchError, PlanError, printable
 from shardrules.core.finding import Finding
 from shardrules.core.spec import spec_repr
 from shardrules.programs.compiling.arguments import read_arguments
@@ -75,7 +75,10 @@ class TypeProblem:
     def __str__(self) -> str:
         mends = ", ".join(dict.fromkeys(f"{each.form} {spec_repr(each.spec)}" for each in self.annotations))
         text = self.place.file.text(self.place.node)
-        lines = f"{self.place}: {text}: {self.message}", f"  -> {mends or 'nothing mends it'}"
+        lines = (
+            f"{self.place.file.path.name}:{self.place.line}: {text}: {self.message}",
+            f"  -> {mends or 'nothing mends it'}",
+        )
         return "\n".join(map(printable, lines))
 
 
@@ -251,11 +254,17 @@ class ExplicitTrials:
             options.append(dict.fromkeys([*operands, *returned], "reshard"))
         elif isinstance(node, ast.BinOp) and operands and not isinstance(node.op, ast.MatMult):
             options.append(dict.fromkeys(operands, "reshard"))
-        if number in needs and self.operands(number):
+        if number in needs and self.operands(number) and not self.calls_user(node):
             options.append({number: "auto"})
         if operands and not isinstance(node, ast.BinOp):
             options.append(dict.fromkeys(operands, "reshard"))
         return options
+
+    def calls_user(self, node: ast.expr) -> bool:
+        """Returns whether an expression calls a function of the user's files, whose lines get annotations themselves."""
+        name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+        functions = (each for file in self.reading.sources.files for each in ast.walk(file.tree))
+        return any(isinstance(each, ast.FunctionDef) and each.name == name for each in functions)
 
     def returned(self, number: int) -> list[int]:
         """The values that functions return which a call is given, such as the body of a loop."""
@@ -325,7 +334,9 @@ def explicit_annotations(trials: ExplicitTrials, goal: Outcome) -> list[Annotati
         [], [each for each in order if reading.needs[each].has_matmul], order, outcome=trials.outcome, goal=goal
     )
     chosen = improved(chosen, order, trials.outcome, goal, trials.deadline)
-    trials.mended(chosen)
+    if not trials.mended(chosen):
+        problems = "\n".join(str(each) for each in trials.problems.values() if not each.annotations)
+        raise PatchError(f"{reading.plan.name}: JAX refuses lines on Explicit axes that nothing mends:\n{problems}")
     kept = take_out([each for each in order if each in chosen], trials.outcome, goal, trials.deadline)
     forms = trials.forms(kept)
     limit = trials.compiled(forms)
