@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 
 from shardrules.programs.patches.reading import Reading
 from shardrules.programs.patches.text import Annotation
-from shardrules.programs.patches.trials import EQUAL, Machine, Outcome, constrained, needed
+from shardrules.programs.patches.trials import EQUAL, PatchTarget, Outcome, constrained, needed
 
 _NEAR = 1.01
 """The ratio to the plan's time up to which nothing faster is looked for: chosen by hand."""
 
 
-def auto_annotations(reading: Reading, machine: Machine, goal: Outcome, deadline: float) -> list[Annotation]:
+def auto_annotations(reading: Reading, machine: PatchTarget, goal: Outcome, deadline: float) -> list[Annotation]:
     """Returns annotations with which a function is compiled as planned, none of which can be taken out."""
     needs, places = reading.needs, reading.sources.places
     outcomes: dict[frozenset[int], Outcome] = {}

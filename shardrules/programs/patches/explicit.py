@@ -30,13 +30,13 @@ from shardrules.programs.compiling.request import CompileRequest
 from shardrules.programs.patches.auto import improved, least, take_out
 from shardrules.programs.patches.marks import twin_tree
 from shardrules.programs.patches.names import dotted_names
-from shardrules.programs.patches.places import Place, assigned_again, at_position, children
+from shardrules.programs.patches.places import Place, assigned_again, at_position, children, with_fields
 from shardrules.programs.patches.planned import PlannedProgram
 from shardrules.programs.patches.reading import Reading
 from shardrules.programs.patches.source import SourceFile
 from shardrules.programs.patches.swap import code_changes, compiled
 from shardrules.programs.patches.text import Annotation, Form, parameter_names
-from shardrules.programs.patches.trials import Machine, Outcome
+from shardrules.programs.patches.trials import PatchTarget, Outcome
 
 TAKING = frozenset(
     f"jax.{name}"
@@ -102,7 +102,7 @@ class ExplicitTrials:
     """Programs of a function with annotations, on Explicit axes."""
 
     reading: Reading
-    machine: Machine
+    machine: PatchTarget
     mesh: Mesh
     deadline: float
     _numbers: dict[int, int]
@@ -114,7 +114,7 @@ class ExplicitTrials:
     _outcomes: dict[frozenset[tuple[int, str]], Outcome | None] = attrs.field(factory=dict)
 
     @classmethod
-    def of(cls, reading: Reading, machine: Machine, deadline: float) -> "ExplicitTrials":
+    def of(cls, reading: Reading, machine: PatchTarget, deadline: float) -> "ExplicitTrials":
         mesh = machine.target.mesh(reading.plan.mesh)
         types = (AxisType.Explicit,) * len(mesh.axis_names)
         numbers = {id(place.node): number for number, place in enumerate(reading.sources.places)}
@@ -261,7 +261,7 @@ class ExplicitTrials:
         return options
 
     def calls_user(self, node: ast.expr) -> bool:
-        """Returns whether an expression calls a function of the user's files, whose lines get annotations themselves."""
+        """Returns whether an expression calls a function of the files, whose lines get annotations themselves."""
         name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
         functions = (each for file in self.reading.sources.files for each in ast.walk(file.tree))
         return any(isinstance(each, ast.FunctionDef) and each.name == name for each in functions)
@@ -364,16 +364,14 @@ def _helpers(specs: Mapping[int, PartitionSpec]) -> dict[str, Callable[..., Any]
 
 
 @final
-class _Changed(ast.NodeTransformer):
+@attrs.frozen(eq=False)
+class _Changed:
     """Annotates expressions in a tree of syntax; positions stay those of the source."""
 
-    def __init__(
-        self, numbers: Mapping[int, int], forms: Mapping[int, Form], operands: Mapping[int, Sequence[ast.AST]]
-    ) -> None:
-        self.numbers = numbers
-        self.forms = forms
-        self.operands = operands
-        self.replaced: dict[int, tuple[str, list[ast.expr]]] = {}
+    numbers: Mapping[int, int]
+    forms: Mapping[int, Form]
+    operands: Mapping[int, Sequence[ast.AST]]
+    replaced: dict[int, tuple[str, list[ast.expr]]] = attrs.field(factory=dict)
 
     def visit(self, node: ast.AST) -> Any:
         entry = self.replaced.pop(id(node), None)
@@ -385,17 +383,19 @@ class _Changed(ast.NodeTransformer):
 
     def annotated(self, node: ast.AST) -> Any:
         number = self.numbers.get(id(node))
+        if isinstance(node, ast.AugAssign):
+            return self.statement(node)
         if number is None or not isinstance(node, ast.expr):
-            return super().visit(node)
+            return with_fields(node, self.visit)
         form = self.forms[number]
         if form == "auto":
             names, values = parameter_names(node, len(self.operands[number])), list[ast.expr]()
             for name, operand in zip(names, self.operands[number], strict=True):
                 self.replaced[id(operand)] = name, values
-            body = super().visit(node)
+            body = with_fields(node, self.visit)
             parameters = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
             return self.call("auto", number, node, ast.Lambda(parameters, body), *values)
-        node = super().visit(node)
+        node = with_fields(node, self.visit)
         if form == "out_sharding" and isinstance(node, ast.BinOp):
             return self.call("matmul", number, node, node.left, node.right)
         if form == "out_sharding":
@@ -412,7 +412,7 @@ class _Changed(ast.NodeTransformer):
         call = ast.Call(ast.Name(f"{_PREFIX}{name}", ast.Load()), [ast.Constant(number), *values], [])
         return at_position(call, like)
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> Any:
+    def statement(self, node: ast.AugAssign) -> Any:
         number, target = self.numbers.get(id(node.target)), node.target
         node.value = self.visit(node.value)
         if number is None or not isinstance(target, ast.Name):

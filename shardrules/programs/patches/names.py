@@ -85,9 +85,11 @@ class FileNames:
     def axis(self, axis: str) -> str:
         """Returns the constant that is the name of a mesh axis: the file's own, else a new one."""
         if axis not in self.constants:
-            own = [name for name, value in _constants(self.file.tree.body) if value == axis and self._bound[name] == 1]
-            if own:
-                return own[0]
+            constants = [
+                name for name, value in _constants(self.file.tree.body) if value == axis and self._bound[name] == 1
+            ]
+            if constants:
+                return constants[0]
             self.constants[axis] = self.free(re.sub(r"\W", "_", axis).upper())
         return self.constants[axis]
 

@@ -56,7 +56,7 @@ class Need:
 
 @final
 @attrs.frozen
-class Conflict:
+class PlaceConflict:
     """A place whose runs have several specs or ranks in the plan, so that no one annotation fits."""
 
     place: int
@@ -110,14 +110,14 @@ def find_needs(
     layouts: Layouts,
     specs: Sequence[PartitionSpec],
     result_specs: Sequence[PartitionSpec],
-) -> tuple[list[Need], list[Conflict]]:
+) -> tuple[list[Need], list[PlaceConflict]]:
     """Returns what a plan says of the places of a marked program, and where it says several things at once."""
     nodes = _nodes(marked.jaxpr)
     _align(nodes, _numbered(_nodes(planned.jaxpr)))
     walk = _Walk(layouts)
     walk.run(marked.jaxpr, nodes, specs, result_specs)
     needs: list[Need] = []
-    conflicts: list[Conflict] = []
+    conflicts: list[PlaceConflict] = []
     for place, instances in _by_place(walk.instances).items():
         first = [each for each in instances if not each.backward] or instances
         pairs = [(_spec_at(each, each.spec), each) for each in first if each.spec is not None]
@@ -126,7 +126,7 @@ def find_needs(
         # A spec without its last dims, which are whole, is good for arrays of several ranks.
         kinds = {spec_key(spec): spec for spec, _ in pairs}
         if len(kinds) > 1:
-            conflicts.append(Conflict(place, tuple(kinds.values())))
+            conflicts.append(PlaceConflict(place, tuple(kinds.values())))
             continue
         spec, instance = pairs[0]
         elements = sum(math.prod(each.equation.outvars[0].aval.shape) for each in first)

@@ -19,7 +19,7 @@ from shardrules.programs.patches.explicit import ExplicitCheck, ExplicitTrials, 
 from shardrules.programs.patches.planned import PlannedProgram
 from shardrules.programs.patches.reading import Reading
 from shardrules.programs.patches.text import AnnotatedFile, Annotation, annotated
-from shardrules.programs.patches.trials import Machine, Outcome
+from shardrules.programs.patches.trials import PatchTarget, Outcome
 from shardrules.programs.patches.verify import Verification, compare_numbers, patched_functions
 
 
@@ -34,7 +34,7 @@ class SourcePatch:
     """The top of the user's project: nothing outside of it is changed."""
     changes: tuple[AnnotatedFile, ...] = attrs.field(repr=False)
     annotations: tuple[Annotation, ...]
-    machine: Machine = attrs.field(repr=False)
+    machine: PatchTarget = attrs.field(repr=False)
     planned: Outcome
     """The plan's own program, compiled."""
     findings: tuple[Finding, ...]
@@ -109,10 +109,10 @@ def check_explicit(
     return ExplicitCheck(tuple(trials.problems.values()))
 
 
-def machine_of(plan: PlannedProgram, target: Target | str | None) -> Machine:
+def machine_of(plan: PlannedProgram, target: Target | str | None) -> PatchTarget:
     """Returns what a patch is compiled for."""
     machine = plan.target if target is None else Target.parse(target)
-    return Machine(plan.mesh, machine, plan.hardware, plan.structs, plan.in_shardings, plan.out_shardings)
+    return PatchTarget(plan.mesh, machine, plan.hardware, plan.structs, plan.in_shardings, plan.out_shardings)
 
 
 def file_diff(change: AnnotatedFile, root: Path) -> str:

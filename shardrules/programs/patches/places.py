@@ -1,7 +1,7 @@
 """Places in source code: the expressions whose value can get an annotation where it stands."""
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, final
 
 import attrs
@@ -163,28 +163,41 @@ def instrumented(tree: ast.Module, places: dict[int, int], call: str) -> Any:
 
 
 @final
-class _Instrument(ast.NodeTransformer):
+@attrs.frozen
+class _Instrument:
     """Wraps expressions in calls."""
 
-    def __init__(self, places: dict[int, int], call: str) -> None:
-        self.places = places
-        self.call = call
+    places: dict[int, int]
+    call: str
 
-    def generic_visit(self, node: ast.AST) -> Any:
+    def visit(self, node: ast.AST) -> Any:
         number = self.places.get(id(node))
-        node = super().generic_visit(node)
-        if number is None or not isinstance(node, ast.expr):
-            return node
-        call = ast.Call(ast.Name(self.call, ast.Load()), [ast.Constant(number), node], [])
-        return at_position(call, node)
+        if isinstance(node, ast.AugAssign):
+            return self.visit_statement(node)
+        node = with_fields(node, self.visit)
+        return self.marked(number, node, node) if number is not None and isinstance(node, ast.expr) else node
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> Any:
+    def marked(self, number: int, value: ast.expr, like: ast.AST) -> Any:
+        call = ast.Call(ast.Name(self.call, ast.Load()), [ast.Constant(number), value], [])
+        return at_position(call, like)
+
+    def visit_statement(self, node: ast.AugAssign) -> Any:
         target, number = node.target, self.places.get(id(node.target))
         node.value = self.visit(node.value)
         if number is None or not isinstance(target, ast.Name):
             return node
-        value = ast.Call(ast.Name(self.call, ast.Load()), [ast.Constant(number), ast.Name(target.id, ast.Load())], [])
-        return [node, assigned_again(node, value)]
+        return [node, assigned_again(node, self.marked(number, ast.Name(target.id, ast.Load()), node))]
+
+
+def with_fields(node: ast.AST, visit: Callable[[ast.AST], Any]) -> Any:
+    """Returns a node in which those below it are what `visit` returns for them: a node, or several for a statement."""
+    for name, value in ast.iter_fields(node):
+        if isinstance(value, ast.AST):
+            setattr(node, name, visit(value))
+        elif isinstance(value, list):
+            items = [visit(item) if isinstance(item, ast.AST) else item for item in value]
+            value[:] = [each for item in items for each in (item if isinstance(item, list) else [item])]
+    return node
 
 
 def assigned_again(node: ast.AugAssign, value: ast.expr) -> ast.Assign:

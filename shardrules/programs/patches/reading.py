@@ -15,7 +15,7 @@ from shardrules.core.errors import PatchError
 from shardrules.core.finding import Finding
 from shardrules.programs.patches.apply import project_root, why_not_writable
 from shardrules.programs.patches.marks import mark_names, marked_code, user_lines
-from shardrules.programs.patches.needs import Conflict, Need, find_needs
+from shardrules.programs.patches.needs import PlaceConflict, Need, find_needs
 from shardrules.programs.patches.places import Place, functions_at, places_in
 from shardrules.programs.patches.planned import PlannedProgram
 from shardrules.programs.patches.source import SourceFile, is_file
@@ -78,7 +78,7 @@ class Reading:
     """The function with a mark at each place."""
     needs: Mapping[int, Need]
     """The layouts of the values at places, by the number of the place."""
-    conflicts: tuple[Conflict, ...]
+    conflicts: tuple[PlaceConflict, ...]
     trees: frozenset[int]
     """The places whose values are trees with arrays in them."""
 

@@ -56,7 +56,7 @@ class Outcome:
 
 @final
 @attrs.frozen(eq=False)
-class Machine:
+class PatchTarget:
     """The devices that a patch is compiled for, and where arguments and results are."""
 
     mesh: AnyMesh
