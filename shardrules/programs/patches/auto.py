@@ -5,18 +5,20 @@ from collections.abc import Callable, Sequence
 
 from shardrules.programs.patches.reading import Reading
 from shardrules.programs.patches.text import Annotation
-from shardrules.programs.patches.trials import EQUAL, PatchTarget, Outcome, constrained, needed
+from shardrules.programs.patches.trials import EQUAL, CompiledFigures, PatchTarget, constrained, needed
 
 _NEAR = 1.01
 """The ratio to the plan's time up to which nothing faster is looked for: chosen by hand."""
 
 
-def auto_annotations(reading: Reading, machine: PatchTarget, goal: Outcome, deadline: float) -> list[Annotation]:
+def auto_annotations(
+    reading: Reading, machine: PatchTarget, goal: CompiledFigures, deadline: float
+) -> list[Annotation]:
     """Returns annotations with which a function is compiled as planned, none of which can be taken out."""
     needs, places = reading.needs, reading.sources.places
-    outcomes: dict[frozenset[int], Outcome] = {}
+    outcomes: dict[frozenset[int], CompiledFigures] = {}
 
-    def outcome(chosen: frozenset[int]) -> Outcome:
+    def outcome(chosen: frozenset[int]) -> CompiledFigures:
         if chosen not in outcomes:
             specs = {number: needs[number].spec for number in chosen}
             outcomes[chosen] = machine.outcome(constrained(reading.marked, specs))
@@ -31,7 +33,9 @@ def auto_annotations(reading: Reading, machine: PatchTarget, goal: Outcome, dead
     return [Annotation(places[number], needs[number].spec, "constraint") for number in sorted(kept)]
 
 
-def least(*starts: Sequence[int], outcome: Callable[[frozenset[int]], Outcome], goal: Outcome) -> frozenset[int]:
+def least(
+    *starts: Sequence[int], outcome: Callable[[frozenset[int]], CompiledFigures], goal: CompiledFigures
+) -> frozenset[int]:
     """Returns the first choice that is as good as the plan, and else the fastest."""
     choices = [frozenset(start) for start in starts]
     as_good = (choice for choice in choices if outcome(choice).is_as_good_as(goal, exact=False))
@@ -42,8 +46,8 @@ def least(*starts: Sequence[int], outcome: Callable[[frozenset[int]], Outcome], 
 def improved(
     chosen: frozenset[int],
     order: Sequence[int],
-    outcome: Callable[[frozenset[int]], Outcome],
-    goal: Outcome,
+    outcome: Callable[[frozenset[int]], CompiledFigures],
+    goal: CompiledFigures,
     deadline: float,
 ) -> frozenset[int]:
     """Returns a choice that is faster, if the plan is: each annotation is added, or left out, where that is faster."""
@@ -58,7 +62,7 @@ def improved(
 
 
 def take_out(
-    order: Sequence[int], outcome: Callable[[frozenset[int]], Outcome], goal: Outcome, deadline: float
+    order: Sequence[int], outcome: Callable[[frozenset[int]], CompiledFigures], goal: CompiledFigures, deadline: float
 ) -> list[int]:
     """Returns those of some annotations that cannot be taken out: without each the program is worse, or another."""
     whole = outcome(frozenset(order))

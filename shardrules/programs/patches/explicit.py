@@ -36,7 +36,7 @@ from shardrules.programs.patches.reading import Reading
 from shardrules.programs.patches.source import SourceFile
 from shardrules.programs.patches.swap import code_changes, compiled
 from shardrules.programs.patches.text import Annotation, Form, parameter_names
-from shardrules.programs.patches.trials import PatchTarget, Outcome
+from shardrules.programs.patches.trials import CompiledFigures, PatchTarget
 
 TAKING = frozenset(
     f"jax.{name}"
@@ -62,6 +62,7 @@ class TypeProblem:
 
     @property
     def finding(self) -> Finding:
+        """The problem as a finding of a patch."""
         remedy = "Write this line for Explicit axes by hand"
         return Finding(
             "warning",
@@ -111,7 +112,7 @@ class ExplicitTrials:
     """The annotations without which JAX refuses the function, by place."""
     problems: dict[int, TypeProblem] = attrs.field(factory=dict)
     _tried: dict[int, int] = attrs.field(factory=dict)
-    _outcomes: dict[frozenset[tuple[int, str]], Outcome | None] = attrs.field(factory=dict)
+    _outcomes: dict[frozenset[tuple[int, str]], CompiledFigures | None] = attrs.field(factory=dict)
 
     @classmethod
     def of(cls, reading: Reading, machine: PatchTarget, deadline: float) -> "ExplicitTrials":
@@ -170,13 +171,13 @@ class ExplicitTrials:
             return cause
         return None
 
-    def outcome(self, chosen: frozenset[int]) -> Outcome:
+    def outcome(self, chosen: frozenset[int]) -> CompiledFigures:
         """Compiles the function with annotations. What JAX refuses takes for ever."""
         if not self.mended(chosen):
-            return Outcome(float("inf"), 1 << 62, 1 << 62, {})
+            return CompiledFigures(float("inf"), 1 << 62, 1 << 62, {})
         return self.compiled(self.forms(chosen))
 
-    def compiled(self, forms: Mapping[int, Form]) -> Outcome:
+    def compiled(self, forms: Mapping[int, Form]) -> CompiledFigures:
         key = frozenset(forms.items())
         if key not in self._outcomes:
             request = CompileRequest(self.reading.fn, self.reading.plan.arguments, axis_types=None)
@@ -326,7 +327,7 @@ def takes_sharding(node: ast.expr, file: SourceFile) -> bool:
     return f"{dotted_names(file.tree.body).get(first, '')}{dot}{rest}" in TAKING
 
 
-def explicit_annotations(trials: ExplicitTrials, goal: Outcome) -> list[Annotation]:
+def explicit_annotations(trials: ExplicitTrials, goal: CompiledFigures) -> list[Annotation]:
     """Returns annotations with which JAX accepts the function and compiles it as planned; none can be taken out."""
     reading = trials.reading
     order = reading.candidates

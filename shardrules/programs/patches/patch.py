@@ -19,7 +19,7 @@ from shardrules.programs.patches.explicit import ExplicitCheck, ExplicitTrials, 
 from shardrules.programs.patches.planned import PlannedProgram
 from shardrules.programs.patches.reading import Reading
 from shardrules.programs.patches.text import AnnotatedFile, Annotation, annotated
-from shardrules.programs.patches.trials import PatchTarget, Outcome
+from shardrules.programs.patches.trials import CompiledFigures, PatchTarget
 from shardrules.programs.patches.verify import Verification, compare_numbers, patched_functions
 
 
@@ -35,7 +35,7 @@ class SourcePatch:
     changes: tuple[AnnotatedFile, ...] = attrs.field(repr=False)
     annotations: tuple[Annotation, ...]
     machine: PatchTarget = attrs.field(repr=False)
-    planned: Outcome
+    planned: CompiledFigures
     """The plan's own program, compiled."""
     findings: tuple[Finding, ...]
     """The places that the patch could not write, and what leaving them costs."""

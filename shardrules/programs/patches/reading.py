@@ -15,7 +15,7 @@ from shardrules.core.errors import PatchError
 from shardrules.core.finding import Finding
 from shardrules.programs.patches.apply import project_root, why_not_writable
 from shardrules.programs.patches.marks import mark_names, marked_code, user_lines
-from shardrules.programs.patches.needs import PlaceConflict, Need, find_needs
+from shardrules.programs.patches.needs import Need, PlaceConflict, find_needs
 from shardrules.programs.patches.places import Place, functions_at, places_in
 from shardrules.programs.patches.planned import PlannedProgram
 from shardrules.programs.patches.source import SourceFile, is_file

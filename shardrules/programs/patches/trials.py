@@ -34,7 +34,7 @@ _EQUAL_PEAK = 1.02
 
 @final
 @attrs.frozen
-class Outcome:
+class CompiledFigures:
     """A compiled program, as far as a patch is judged by it. Figures are for one device and one call."""
 
     seconds: float
@@ -44,7 +44,7 @@ class Outcome:
     collectives: Mapping[tuple[str, ...], tuple[int, int]]
     """The runs and the bytes on the wire of the collectives of each kind over the same axes."""
 
-    def is_as_good_as(self, other: "Outcome", *, exact: bool) -> bool:
+    def is_as_good_as(self, other: "CompiledFigures", *, exact: bool) -> bool:
         """Returns whether a program takes no longer, sends no more and needs no more; `exact`: by equal collectives."""
         return (
             self.seconds <= EQUAL * other.seconds
@@ -66,7 +66,7 @@ class PatchTarget:
     in_shardings: tuple[Any, ...]
     out_shardings: tuple[Any, ...]
 
-    def outcome(self, program: ClosedJaxpr) -> Outcome:
+    def outcome(self, program: ClosedJaxpr) -> CompiledFigures:
         """Compiles a program on flat arrays."""
         run = jaxpr_as_fun(program)
         request = CompileRequest(
@@ -74,14 +74,14 @@ class PatchTarget:
         )
         return self.outcome_of(request, self.structs)
 
-    def outcome_of(self, request: CompileRequest, args: tuple[Any, ...]) -> Outcome:
+    def outcome_of(self, request: CompileRequest, args: tuple[Any, ...]) -> CompiledFigures:
         result = request.compile(args, self.mesh, self.target, tolerant=True)
         program = read_program(result.compiled.text)
         matmuls = find_matmuls(program, KernelFacts((), find_kernel_calls(result.compiled.jaxpr)))
         slowest = slowest_of(self.hardware, program.partition_count)
         timing = Timing(program, find_collectives(program, result.mesh, self.target), matmuls, slowest)
         groups = totals(timing.collectives, lambda collective: (collective.kind, collective.axes_text))
-        return Outcome(
+        return CompiledFigures(
             timing.schedule.time.seconds,
             sum(total.wire_bytes for total in groups.values()),
             result.compiled.memory.peak_bytes,

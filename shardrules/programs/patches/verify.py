@@ -22,7 +22,7 @@ from shardrules.programs.patches.planned import PlannedProgram
 from shardrules.programs.patches.source import SourceFile
 from shardrules.programs.patches.swap import code_changes, compiled, live_functions, swapped
 from shardrules.programs.patches.text import AnnotatedFile
-from shardrules.programs.patches.trials import Outcome
+from shardrules.programs.patches.trials import CompiledFigures
 
 _MOST_TIME = 1.03
 """The part of the plan's modelled time that a patch may take: chosen by hand."""
@@ -39,8 +39,8 @@ _MOST_BYTES = 1 << 31
 class Verification:
     """A patched function beside its plan. It is true if it takes as long as the plan, and computes the same."""
 
-    planned: Outcome
-    patched: Outcome
+    planned: CompiledFigures
+    patched: CompiledFigures
     error: float | None
     """The largest difference of an array that is returned, as a part of its norm; `None` if nothing was run."""
     tolerance: float
@@ -73,7 +73,8 @@ class Verification:
 
     def __str__(self) -> str:
         time = f"{seconds_text(self.patched.seconds)}, planned {seconds_text(self.planned.seconds)}"
-        numbers = self.reason if self.error is None else f"numbers equal to {self.error:.1e}"
+        is_same = self.error is not None and self.error <= self.tolerance
+        numbers = "the same numbers" if is_same else self.reason or "other numbers"
         head = f"{'as planned' if self else 'not as planned'}: {time}; {numbers}"
         same = [] if self.differences else ["the same collectives"]
         return "\n  ".join([head, *same, *self.differences])
