@@ -91,6 +91,7 @@ def test_a_patched_file_runs_without_shardrules(tmp_path: Path) -> None:
     assert difference(expected, list(results.values())) <= 1e-6
 
 
+@pytest.mark.slow
 def test_each_annotation_is_needed(tmp_path: Path) -> None:
     module = copied("experts", tmp_path)
     fn, args = module.make()
