@@ -13,8 +13,9 @@ _NEAR = 1.01
 
 def auto_annotations(
     reading: Reading, machine: PatchTarget, goal: CompiledFigures, deadline: float
-) -> list[Annotation]:
-    """Returns annotations with which a function is compiled as planned, none of which can be taken out."""
+) -> tuple[list[Annotation], CompiledFigures]:
+    """Returns annotations with which a function is compiled as planned, none of which can be taken out, and the figures
+    of the program with them."""
     needs, places = reading.needs, reading.sources.places
     outcomes: dict[frozenset[int], CompiledFigures] = {}
 
@@ -30,7 +31,8 @@ def auto_annotations(
     chosen = least([], products + reads, products, order, outcome=outcome, goal=goal)
     chosen = improved(chosen, order, outcome, goal, deadline)
     kept = take_out([number for number in order if number in chosen], outcome, goal, deadline)
-    return [Annotation(places[number], needs[number].spec, "constraint") for number in sorted(kept)]
+    annotations = [Annotation(places[number], needs[number].spec, "constraint") for number in sorted(kept)]
+    return annotations, outcome(frozenset(kept))
 
 
 def least(

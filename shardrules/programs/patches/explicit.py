@@ -327,8 +327,9 @@ def takes_sharding(node: ast.expr, file: SourceFile) -> bool:
     return f"{dotted_names(file.tree.body).get(first, '')}{dot}{rest}" in TAKING
 
 
-def explicit_annotations(trials: ExplicitTrials, goal: CompiledFigures) -> list[Annotation]:
-    """Returns annotations with which JAX accepts the function and compiles it as planned; none can be taken out."""
+def explicit_annotations(trials: ExplicitTrials, goal: CompiledFigures) -> tuple[list[Annotation], CompiledFigures]:
+    """Returns annotations with which JAX accepts the function and compiles it as planned, none of which can be taken
+    out, and the figures of the program with them."""
     reading = trials.reading
     order = reading.candidates
     chosen = least(
@@ -347,7 +348,7 @@ def explicit_annotations(trials: ExplicitTrials, goal: CompiledFigures) -> list[
         is_spare = time.monotonic() < trials.deadline and trials.error(fewer) is None
         if is_spare and trials.compiled(fewer).is_as_good_as(limit, exact=False):
             forms = fewer
-    return [trials.annotation(each, form) for each, form in forms.items()]
+    return [trials.annotation(each, form) for each, form in forms.items()], trials.compiled(forms)
 
 
 def _helpers(specs: Mapping[int, PartitionSpec]) -> dict[str, Callable[..., Any]]:

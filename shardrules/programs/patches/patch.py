@@ -4,14 +4,16 @@ import difflib
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, final
 
 import attrs
 
 from shardrules.core.finding import Finding, listing
+from shardrules.core.spec import spec_repr
 from shardrules.programs.compiling.request import CompileRequest
+from shardrules.programs.costs.step_time import seconds_text
 from shardrules.programs.machine.targets import Target
 from shardrules.programs.patches.apply import write_all
 from shardrules.programs.patches.auto import auto_annotations
@@ -87,17 +89,31 @@ def make_patch(
     findings = list(reading.sources.findings)
     if plan.is_explicit:
         trials = ExplicitTrials.of(reading, machine, deadline)
-        annotations = explicit_annotations(trials, goal)
+        annotations, figures = explicit_annotations(trials, goal)
         machine = attrs.evolve(machine, mesh=trials.mesh)
         findings += [problem.finding for problem in trials.problems.values() if not problem.annotations]
     else:
-        annotations = auto_annotations(reading, machine, goal, deadline)
+        annotations, figures = auto_annotations(reading, machine, goal, deadline)
     if time.monotonic() > deadline:
         message = f"the time limit of {time_limit:g} s was reached: some annotations may not be needed"
         findings.append(Finding("note", "time-limit", message, remedy="Raise time_limit"))
+    findings += _unsaid(reading, figures, goal)
     files = [file for file in reading.sources.files if any(each.place.file is file for each in annotations)]
     changes = tuple(annotated(file, annotations, plan.mesh.axis_names) for file in files)
     return SourcePatch(fn, plan, reading.sources.root, changes, tuple(annotations), machine, goal, tuple(findings))
+
+
+def _unsaid(reading: Reading, figures: CompiledFigures, goal: CompiledFigures) -> Iterator[Finding]:
+    """Yields the places that no one annotation fits, and what that costs, if the program is slower than planned."""
+    if figures.seconds <= 1.01 * goal.seconds:  # chosen by hand: a per cent is no reason to look for more
+        return
+    for conflict in reading.conflicts:
+        place, specs = reading.sources.places[conflict.place], ", ".join(map(spec_repr, conflict.specs))
+        if not place.is_base and not place.is_read:
+            message = f"runs for several layouts, {specs}, and one annotation says one"
+            yield Finding("note", "several-layouts", message, place.file.text(place.node), source=str(place))
+    times = f"{seconds_text(figures.seconds)} a call instead of {seconds_text(goal.seconds)}"
+    yield Finding("note", "unsaid-layouts", f"with layouts that no annotation says, here or in code of others, {times}")
 
 
 def check_explicit(

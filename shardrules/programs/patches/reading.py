@@ -19,7 +19,7 @@ from shardrules.programs.patches.needs import Need, PlaceConflict, find_needs
 from shardrules.programs.patches.places import Place, functions_at, places_in
 from shardrules.programs.patches.planned import PlannedProgram
 from shardrules.programs.patches.source import SourceFile, is_file
-from shardrules.programs.patches.swap import Changes, compiled, live_functions, swapped
+from shardrules.programs.patches.swap import Changes, compiled, imported_size, live_functions, swapped
 
 
 @final
@@ -153,6 +153,7 @@ def _check_unchanged(files: Sequence[SourceFile], functions: Sequence[Any]) -> N
     codes = {str(file.path): set(_all_codes(compiled(file))) for file in files}
     used = {(function.__code__.co_filename, function.__code__) for function in functions}
     changed = {name for name, code in used if code not in codes[name]}
+    changed |= {str(file.path) for file in files if imported_size(str(file.path)) not in (None, len(file.raw))}
     if changed:
         raise PatchError(
             f"{', '.join(sorted(changed))}: changed since the import, or imported through a hook that rewrites code. "

@@ -6,6 +6,8 @@ Closures, decorated functions and methods of objects that exist already run the 
 import contextlib
 import difflib
 import gc
+import importlib.util
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, ModuleType
@@ -73,6 +75,19 @@ def live_functions(roots: Iterable[Any], files: frozenset[str]) -> list[Function
 
 def _file_of(module: Any) -> str:
     return getattr(module, "__file__", None) or "" if isinstance(module, ModuleType) else ""
+
+
+def imported_size(name: str) -> int | None:
+    """Returns the size that a file had when it was imported, if Python kept its code: the code has no comments."""
+    for module in list(sys.modules.values()):
+        cached = getattr(getattr(module, "__spec__", None), "cached", None)
+        if cached and _file_of(module) == name and os.path.isfile(cached):
+            with open(cached, "rb") as stream:
+                header = stream.read(16)
+            # Magic number, flags, time and size, as `importlib` writes them; with flags, a hash of the source.
+            is_timed = header[:4] == importlib.util.MAGIC_NUMBER and header[4:8] == bytes(4)
+            return int.from_bytes(header[12:], "little") if is_timed else None
+    return None
 
 
 @contextlib.contextmanager

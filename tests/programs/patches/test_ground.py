@@ -42,9 +42,10 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardrules.programs.patches import patch as module
     from shardrules.programs.patches.text import Annotation
 
-    def products(reading: Any, *_: Any) -> list[Annotation]:
+    def products(reading: Any, machine: Any, goal: Any, deadline: float) -> tuple[list[Annotation], Any]:
         needs, places = reading.needs, reading.sources.places
-        return [Annotation(places[each], needs[each].spec, "constraint") for each in needs if needs[each].has_matmul]
+        chosen = [Annotation(places[each], needs[each].spec, "constraint") for each in needs if needs[each].has_matmul]
+        return chosen, goal
 
     monkeypatch.setattr(module, "auto_annotations", products)
 
@@ -89,8 +90,8 @@ def test_a_file_in_another_encoding_stays_in_it(tmp_path: Path) -> None:
         "f = lambda w, x: jnp.sum(jnp.tanh(x @ w['up']) @ w['down'])\n",
         "f, g = lambda w, x: jnp.sum(jnp.tanh(x @ w['up']) @ w['down']), lambda w, x: x @ w['up']\n",
         "def g(w, x): return jnp.tanh(x @ w)\n\ndef f(w, x): return jnp.sum(g(w['up'], x)) + jnp.sum(g(w['up'], x))\n",
-        "def d(fn):\n    return lambda *args: fn(*args)\n\n@d\n@jax.jit\ndef f(w, x):\n    return jnp.sum(x @ w['up'])\n",
-        "def make(scale):\n    def f(w, x):\n        return scale * jnp.sum(x @ w['up'])\n    return f\n\nf = make(2.0)\n",
+        "def d(fn):\n    return lambda *a: fn(*a)\n\n@d\n@jax.jit\ndef f(w, x):\n    return jnp.sum(x @ w['up'])\n",
+        "def make(s):\n    def f(w, x):\n        return s * jnp.sum(x @ w['up'])\n    return f\n\nf = make(2.0)\n",
         "def f(w, x):\n    y = [x @ w['up'] for _ in range(2)]; z = y[0]\n    z += y[1]\n    return jnp.sum(z)\n",
         "def f(w, x):\n    return jnp.sum(  # a sum\n        (x\n         @ w['up'])  # of a product\n    )\n",
         "P = 3\nDATA = 'x'\n\ndef f(w, x):\n    jax_partitionspec = 1\n    return jnp.sum(x @ w['up'])\n",
@@ -124,6 +125,13 @@ def test_source_that_is_no_file_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_has_changed_since_the_import_is_refused(tmp_path: Path) -> None:
     fn = written(MODEL, tmp_path).f
     (tmp_path / "model.py").write_text("# a line\n" + MODEL)
+    with pytest.raises(PatchError, match="changed since the import"):
+        pinned_patch(fn, tmp_path)
+
+
+def test_a_line_more_at_the_end_is_a_change(tmp_path: Path) -> None:
+    fn = written(MODEL, tmp_path).f
+    (tmp_path / "model.py").write_text(MODEL + "# a line\n")
     with pytest.raises(PatchError, match="changed since the import"):
         pinned_patch(fn, tmp_path)
 
