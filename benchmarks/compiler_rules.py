@@ -261,6 +261,9 @@ def rules() -> list[Rule]:
         Rule("short rows are on chip", off("compilers.fusion:reduced_rows", no_items)),
         Rule("rows that end on chip are written", off("compilers.fusion:_normalized", no_items)),
         Rule("what is costly is written", off("compilers.fusion:with_costly", lambda program, written, _: written)),
+        Rule(
+            "what has many copies is written", off("compilers.fusion:with_copied", lambda program, written, _: written)
+        ),
         Rule("bfloat16 is computed in float32", off("compilers.compiler:CpuCompiler.widens_bfloat16", False)),
         Rule("products for gradients of norms are written", off("compilers.norms:NormGradients.of", no_norms)),
         Rule("order as written", orders((late, early), (early,))),

@@ -70,6 +70,7 @@ _MODULES = {
     # Moves
     "reshard": "moves.move",
     "plan_reshard": "moves.prepare",
+    "plan_sync": "moves.sync.plan_sync",
     "recover": "moves.elastic",
     # Processes
     "barrier_sync": "mesh.processes",
@@ -88,7 +89,6 @@ _MODULES = {
     "expert_exchange": "programs.experts.expert_exchange",
     # Pipelines
     "pipeline": "programs.pipelines.pipeline",
-    "PipelineSchedule": "programs.pipelines.schedule",
     "fits": "programs.audits.fits",
     "largest_batch": "programs.audits.fits",
     "assert_plan_matches": "programs.audits.expect",

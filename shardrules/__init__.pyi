@@ -33,6 +33,7 @@ from shardrules.mesh.shape import mesh_shape as mesh_shape
 from shardrules.moves.elastic import recover as recover
 from shardrules.moves.move import reshard as reshard
 from shardrules.moves.prepare import plan_reshard as plan_reshard
+from shardrules.moves.sync.plan_sync import plan_sync as plan_sync
 from shardrules.page.page import report_page as report_page
 from shardrules.placement.agree import check_same_plan as check_same_plan
 from shardrules.placement.batches.batch import place_batch as place_batch
@@ -60,7 +61,6 @@ from shardrules.programs.experts.expert_exchange import expert_exchange as exper
 from shardrules.programs.machine.hardware import Hardware as Hardware
 from shardrules.programs.machine.targets import Target as Target
 from shardrules.programs.pipelines.pipeline import pipeline as pipeline
-from shardrules.programs.pipelines.schedule import PipelineSchedule as PipelineSchedule
 from shardrules.programs.regions.check import check_region as check_region
 from shardrules.programs.regions.region import alternatives as alternatives
 from shardrules.programs.regions.region import region as region

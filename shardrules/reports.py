@@ -7,6 +7,9 @@ from shardrules.core.views.diff import Change, Placement, Placements, PlanDiff
 from shardrules.core.views.table import Row, Totals
 from shardrules.drawing.picture import Picture
 from shardrules.moves.plan import LeafMove, ReshardPlan
+from shardrules.moves.sync.plan import SyncPlan
+from shardrules.moves.sync.table import NameLine, NameTable
+from shardrules.moves.sync.transfers import Transfer
 from shardrules.placement.batches.prefetch import PlacedBatches
 from shardrules.placement.functions.jit import FilterJit
 from shardrules.placement.functions.shard_map import FilterShardMap
@@ -32,6 +35,7 @@ from shardrules.programs.experts.expert_exchange import ExpertLoad
 from shardrules.programs.patches.explicit import ExplicitCheck, TypeProblem
 from shardrules.programs.patches.patch import SourcePatch
 from shardrules.programs.patches.verify import Verification
+from shardrules.programs.pipelines.schedule import PipelineSchedule
 from shardrules.programs.pipelines.simulate import PipelineTimes
 from shardrules.programs.profiles.comparison import (
     ComparedTime,
@@ -87,8 +91,11 @@ __all__ = [
     "MemoryUse",
     "MissingPart",
     "ModuleCost",
+    "NameLine",
+    "NameTable",
     "Peak",
     "Picture",
+    "PipelineSchedule",
     "PipelineTimes",
     "PlacedBatches",
     "Placement",
@@ -107,6 +114,7 @@ __all__ = [
     "SourcePatch",
     "SplitDim",
     "StepTime",
+    "SyncPlan",
     "Timeline",
     "Total",
     "Totals",
@@ -114,6 +122,7 @@ __all__ = [
     "TrainingCandidate",
     "TrainingPlan",
     "TrainingPlanReport",
+    "Transfer",
     "TypeProblem",
     "UnmatchedTime",
     "Verification",

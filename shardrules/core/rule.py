@@ -15,6 +15,7 @@ import abc
 import collections
 import dataclasses
 import functools
+import importlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self, TypeVar, final
@@ -742,6 +743,29 @@ class ShardingPlan:
         """
         pairs = ((path, self.decisions[kind_index].spec) for path, kind_index in self._attr_paths())
         return SpecTreeShardingRule(tuple((path, spec) for path, spec in pairs if spec is not None))
+
+    def to_rules(self) -> ShardingRule:
+        """Returns a short list of patterns that gives every array the spec of this plan, for people to read and edit.
+
+        It is a `RegexShardingRule`: families of arrays from the exceptions to what is left, with specs, or rules such
+        as `FSDPShardingRule` that say several of them in fewer words. Specs are equal as placements, `P("data")` and
+        `P("data", None)` alike; what no rule had an opinion on is whole. Patterns are for paths with the fields of
+        named tuples by name. Optimizer state needs no rules where it has the specs of its parameters: use `mirror`.
+
+        **Raises:**
+
+        `PlanError` if several arrays with different specs have one path, which a key with a slash can cause.
+
+        ```python
+        params = [{"wq": np.ones((8, 8)), "wo": np.ones((8, 8)), "norm": np.ones(8)} for _ in range(4)]
+        specs = {"wq": P("data", "model"), "wo": P("model", "data"), "norm": P()}
+        plan = sr.SpecTreeShardingRule([specs] * 4).plan(params, sr.mesh_shape("data:4,model:2"))
+        print(plan.to_rules())
+        assert plan.to_rules().plan(params, plan.mesh).specs == plan.specs
+        ```
+        """
+        # Rules of patterns stand above this room: a dotted name is the one way up.
+        return importlib.import_module("shardrules.rules.from_plan.rules_of").rules_of(self)
 
     def mirror(self, pytree: Any) -> "ShardingPlan":
         """Returns the plan for an optimizer state, for gradients or for an average of what is planned here.

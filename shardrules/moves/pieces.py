@@ -305,12 +305,12 @@ def _send(arrays: Sequence[Shards], pieces: Sequence[Piece], shape: tuple[int, .
         for piece in far:
             turn.setdefault(piece.sender, piece)
         far = [piece for piece in far if turn[piece.sender] is not piece]
-        for received, arrived in zip(result, _exchange(arrays, tuple(turn.values()), shape, dtype), strict=True):
+        for received, arrived in zip(result, exchange_pieces(arrays, tuple(turn.values()), shape, dtype), strict=True):
             received.update(arrived)
     return list(result)
 
 
-def _exchange(
+def exchange_pieces(
     arrays: Sequence[Shards], pieces: Sequence[Piece], shape: tuple[int, ...], dtype: Any
 ) -> list[dict[Device, jax.Array]]:
     """Transfers between processes: all that take part run one program, on the devices that send or receive."""

@@ -148,7 +148,7 @@ class RegexShardingRule(LeavesShardingRule):
         matchers, fixed_decisions = self._matchers, self._fixed_decisions
         decisions: list[Decision] = []
         delegated: dict[int, list[int]] = {}
-        winners = self._winners(paths, matchers)
+        winners = self.winners(paths)
         for kind_index, (leaf, pattern_index) in enumerate(zip(leaves.items, winners, strict=True)):
             if pattern_index == len(matchers):
                 decisions.append(self._unmatched(leaf))
@@ -167,9 +167,9 @@ class RegexShardingRule(LeavesShardingRule):
         idle = tuple(self._idle_findings(paths, matchers, set(winners)))
         return Verdict(tuple(decisions), tuple(findings), idle)
 
-    def _winners(self, paths: Sequence[str], matchers: Sequence[Matcher]) -> list[int]:
-        """The index of the first pattern that matches each path, or the number of patterns."""
-        index = self._index
+    def winners(self, paths: Iterable[str]) -> list[int]:
+        """Returns the index of the first pattern that matches each of `paths`, or the number of patterns."""
+        index, matchers = self._index, self._matchers
         winners: list[int] = []
         # The loop that every leaf of a large tree goes through: `enumerate` would make a tuple for each pattern tried.
         for path in paths:

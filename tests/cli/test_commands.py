@@ -279,11 +279,22 @@ def test_autoplans_are_rules_for_their_step(tmp_path: Path) -> None:
     words = ("steps.py:make", "--mesh", "data:4,model:2")
     # On a GPU so little is computed that devices may repeat it, which the audit finds.
     planned = (*words, "--hardware", "cpu")
-    text = fine("autoplan", *planned, "--frontier", "2", "-o", "auto.json", cwd=tmp_path)
+    text = fine(
+        *("autoplan", *planned, "--frontier", "2", "-o", "auto.json", "--rules-out", "rules.toml"), cwd=tmp_path
+    )
     assert "one more GiB saves" in text
     report = sr.reports.AutoPlanReport.from_json((tmp_path / "auto.json").read_text())
     fine("audit", *words, "--rules", "auto.json", "-o", "audit.json", cwd=tmp_path, starts_backend=True)
     assert len(report.frontier) == 2
+    written = sr.load_rules(tmp_path / "rules.toml")
+    step_args = (
+        {name: jnp.ones(shape) for name, shape in (("up", (64, 256)), ("down", (256, 64)))},
+        jnp.ones((512, 64)),
+    )
+    again = written.rules.plan(step_args, written.mesh)
+    assert {path: again.decision(path).placement for path in again.paths} == {
+        path: report.plan.decision(path).placement for path in report.plan.paths
+    }
     requested = [
         array.requested for array in sr.reports.AuditReport.from_json((tmp_path / "audit.json").read_text()).arrays[:3]
     ]

@@ -5,8 +5,11 @@ import os
 import tomllib
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 import yaml
+from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from benchmarks.headers import write_headers
@@ -234,3 +237,44 @@ def test_what_cannot_be_written_leaves_nothing(kind: str, folder: Path) -> None:
     assert process.returncode == 2
     assert message in process.stderr
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == before
+
+
+def test_the_rules_of_a_plan_are_a_beginning(folder: Path) -> None:
+    make: dict[str, object] = {}
+    exec(MODEL, make)
+    model = make["make"]()  # pyright: ignore[reportCallIssue]
+    specs = {"embed": P("data"), "blocks": [{"up": P(None, "model"), "down": P("model"), "norm": P()}] * 2}
+    mesh = sr.mesh_shape("data:4,model:2")
+    both = sr.SpecTreeShardingRule((specs, P("data"))).plan((model, jax.ShapeDtypeStruct((8,), jnp.int32)), mesh)
+    (folder / "step.json").write_text(both.to_json())
+    process = shardrules("init", "model.py:make", "--plan", "step.json", cwd=folder, env=NO_BACKEND)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "The rules are those of step.json. Next:" in process.stdout
+    text = (folder / "rules.toml").read_text()
+    assert 'mesh = "data:4,model:2"' in text
+    assert "# 2 arrays, 1.0 MiB in all, 512.0 KiB per device; the largest is blocks/0/down." in text
+    again, planned = sr.load_rules(folder / "rules.toml").rules.plan(model, mesh), sr.SpecTreeShardingRule(specs)
+    assert again.placements() == planned.plan(model, mesh).placements()
+    check = shardrules("check", "model.py:make", "--rules", "rules.toml", cwd=folder, env=NO_BACKEND)
+    assert (check.returncode, check.stdout[:11]) == (0, "0 findings:")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("model.py:make",), "no mesh: pass --mesh data:16,model:4, axes and sizes; or a --plan, which has one"),
+        (("model.py:make", "--plan", "no-mesh.json"), "no-mesh.json has no mesh: pass --mesh"),
+        (("model.py:make", "--plan", "other.json"), r"other.json has no plan for 3 of 7 arrays of the model, first "),
+    ],
+)
+def test_plans_that_are_no_beginning_are_refused(folder: Path, words: tuple[str, ...], message: str) -> None:
+    make: dict[str, object] = {}
+    exec(MODEL, make)
+    model = make["make"](1)  # pyright: ignore[reportCallIssue]
+    (folder / "no-mesh.json").write_text(sr.ReplicateShardingRule().plan(model).to_json())
+    other = sr.ReplicateShardingRule().plan(model, sr.mesh_shape("data:4"))
+    (folder / "other.json").write_text(other.to_json())
+    process = shardrules("init", *words, cwd=folder, env=NO_BACKEND)
+    assert process.returncode == 2
+    assert message in process.stderr
+    assert not written(folder).keys() - {"no-mesh.json", "other.json"}

@@ -149,6 +149,16 @@ def test_moves() -> None:
     check(sr.plan_reshard(tree, P(None, "data"), mesh).to_json(), "moves")
 
 
+@pytest.mark.parametrize("hardware", [None, "cuda:h100"])
+def test_syncs(hardware: str | None) -> None:
+    tree = sr.filter_shard({"w": jnp.ones((8, 8))}, P("data"), sr.create_mesh("data:8"))
+    target = sr.DimShardingRule("model", 1).plan(
+        {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}, sr.mesh_shape("model:4")
+    )
+    sheet = None if hardware is None else sr.Hardware.named(hardware)
+    check(sr.plan_sync(tree, target, hardware=sheet).to_json(), "sync")
+
+
 @pytest.mark.parametrize(
     ("change", "violation"),
     [

@@ -40,7 +40,10 @@ LAZY: dict[str, str] = {
 }
 """What may be imported inside a function, and why."""
 
-BY_NAME = {"rules.text": "texts and files name the rules of presets too, which are imported when they are made"}
+BY_NAME = {
+    "rules.text": "texts and files name the rules of presets too, which are imported when they are made",
+    "core.rule": "a plan becomes rules of patterns, which are rules like any other",
+}
 """The modules that may name a module above theirs in a string, and why."""
 
 

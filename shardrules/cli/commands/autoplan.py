@@ -4,12 +4,14 @@ import argparse
 import functools
 import re
 from pathlib import Path
+from typing import Any
 
 from shardrules.cli.command import SUCCESS, Command
 from shardrules.cli.errors import UsageError, byte_option
 from shardrules.cli.files import write
 from shardrules.cli.objects import user_code
 from shardrules.cli.rules import load_rules
+from shardrules.cli.rules_out import add_rules_out, alternatives, check_rules_out, write_rules
 from shardrules.cli.step import add_step, load_step, read_hardware
 from shardrules.cli.subject import make_plan, read_mesh
 from shardrules.cli.terminal import complain_of, show, working
@@ -44,6 +46,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", metavar="FILE", type=Path, help="write it as JSON, which plan, diff and report read"
     )
+    add_rules_out(parser)
     parser.add_argument("--format", choices=("text", "json"), metavar="FORMAT", default="text", help="text or json")
 
 
@@ -53,6 +56,7 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError(f"--time-limit must be a number of seconds above 0, got {args.time_limit}")
     if args.frontier < 0 or args.frontier == 1:
         raise UsageError(f"--frontier must be 2 budgets or more, got {args.frontier}")
+    check_rules_out(args)
     # A plain number of devices means all meshes of that size.
     if re.fullmatch(r"-\d+|0+", args.mesh):
         raise UsageError(
@@ -92,6 +96,13 @@ def _run(args: argparse.Namespace) -> int:
         report = AutoPlanReport.of(result, frontier=args.frontier)
     if args.output is not None:
         write(args.output, f"{report.to_json()}\n")
+    if args.rules_out is not None:
+        with working("writing rules"):
+            rule: Any = result.to_rules()
+            next_best = alternatives(result, len(rule.rules))
+            title = f"Rules for {args.step}, as `shardrules autoplan` planned it: yours to edit."
+            scope = "Paths begin with the index of an argument."
+            write_rules(args.rules_out, (title, scope), result.plan, rule, next_best)
     if args.format == "json":
         show(report.to_json())
     else:
@@ -110,6 +121,7 @@ COMMAND = Command(
     (
         "autoplan docs/examples/train_gpt.py:training --mesh data:4,model:2",
         "autoplan docs/examples/train_gpt.py:training --mesh 8 -o auto.json",
+        "autoplan docs/examples/train_gpt.py:training --mesh data:4,model:2 --rules-out rules.toml",
     ),
     _declare,
     _run,

@@ -10,6 +10,7 @@ from shardrules.cli.files import check_writable, write
 from shardrules.cli.objects import load_object, load_shapes, user_code
 from shardrules.cli.optimizers import load_optimizer
 from shardrules.cli.rules import load_rules
+from shardrules.cli.rules_out import add_rules_out, alternatives, check_rules_out, write_rules
 from shardrules.cli.step import read_hardware
 from shardrules.cli.terminal import show, working
 from shardrules.core.errors import ShardRulesError
@@ -38,6 +39,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit", metavar="S", type=float, default=600.0, help="seconds to search (default: 600)")
     parser.add_argument("--prove", metavar="N", type=int, default=0, help="compile the best N, and take the best")
     parser.add_argument("-o", "--output", metavar="F", type=Path, help="write it as JSON, which report reads")
+    add_rules_out(parser)
     parser.add_argument("--format", choices=("text", "json"), metavar="FORMAT", default="text", help="text or json")
 
 
@@ -49,6 +51,7 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError("--prove, --microbatches and --stages must be positive")
     if args.output is not None:
         check_writable(args.output)  # before a search of minutes, whose plan would be lost
+    check_rules_out(args)
     hardware = None if args.hardware is None else read_hardware(args.hardware)
     memory_limit = byte_option("--memory-limit", args.memory_limit)
     host_memory = byte_option("--host-memory", args.host_memory)
@@ -85,6 +88,20 @@ def _run(args: argparse.Namespace) -> int:
         )
     if args.output is not None:
         write(args.output, f"{plan.to_json()}\n")
+    if args.rules_out is not None:
+        with working("writing rules"):
+            rule: Any = plan.to_rules()
+            next_best = alternatives(plan.planned, len(rule.rules))
+            title = f"Rules for training by {args.loss}, as `shardrules train-plan` planned it: yours to edit."
+            scope = "They are for the pair of model and optimizer state, and for the model alone."
+            write_rules(
+                args.rules_out,
+                (title, scope),
+                plan.as_rule().plan(plan.planned.args[:2], plan.mesh),
+                rule,
+                next_best,
+                args.optimizer,
+            )
     show(plan.to_json() if args.format == "json" else str(plan))
     return SUCCESS
 

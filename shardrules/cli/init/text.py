@@ -12,6 +12,13 @@ from shardrules.core.leaf import Leaf
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.spec import make_spec
 from shardrules.core.text import bytes_text
+from shardrules.rules.files.writer import spec_text, toml_string
+
+READING = (
+    "# A path is searched for the pattern, and the first that matches decides. A spec has an axis for each\n"
+    '# dimension: "-" leaves one whole, a list puts several axes on one, and [] puts the array on every device.'
+)
+"""The lines of a comment that say how to read rules."""
 
 
 def guess_rules(
@@ -25,12 +32,21 @@ def guess_rules(
     guesser = Guesser.of(plan.kinds, plan.counts, sizes)
     kind_guesses = [guesser.guess(leaf) for leaf in plan.kinds]
     guesses = [kind_guesses[kind] for kind in plan.kind_indices]
-    head = (
-        f"# Rules for {printable(name)} on {mesh_text(plan.mesh)}: a first guess by `shardrules init`, yours to edit.\n"
-        "# A path is searched for the pattern, and the first that matches decides. A spec has an axis for each\n"
-        '# dimension: "-" leaves one whole, a list puts several axes on one, and [] puts the array on every device.\n'
+    title = (
+        f"# Rules for {printable(name)} on {mesh_text(plan.mesh)}: a first guess by `shardrules init`, yours to edit."
+    )
+    head = rules_head(title, mesh_text(plan.mesh), golden, optimizer)
+    leaves = [plan.kinds[kind] for kind in plan.kind_indices]
+    tables = ["\n".join(_tables(guess, group, leaves, sizes)) for guess, group in patterns(plan.paths, guesses)]
+    return "\n".join([head, *tables]), tuple(make_spec(guess.entries) for guess in guesses)
+
+
+def rules_head(title: str, mesh: str, golden: str, optimizer: str | None) -> str:
+    """Returns all before the first rule of a file."""
+    return (
+        f"{title}\n{READING}\n"
         "# `shardrules plan` shows what the rules do, and `shardrules check` what is wrong.\n\n"
-        f"mesh = {toml_string(mesh_text(plan.mesh))}\n"
+        f"mesh = {toml_string(mesh)}\n"
         + (
             f"optimizer = {toml_string(optimizer)}\n"
             if optimizer
@@ -40,9 +56,6 @@ def guess_rules(
         f"[limits]\ngolden = {toml_string(golden)}\n"
         '# budget = "16GiB"  # of one device\n'
     )
-    leaves = [plan.kinds[kind] for kind in plan.kind_indices]
-    tables = ["\n".join(_tables(guess, group, leaves, sizes)) for guess, group in patterns(plan.paths, guesses)]
-    return "\n".join([head, *tables]), tuple(make_spec(guess.entries) for guess in guesses)
 
 
 def _tables(guess: Guess, group: Sequence[Pattern], leaves: Sequence[Leaf], sizes: Mapping[str, int]) -> Iterator[str]:
@@ -57,18 +70,5 @@ def _tables(guess: Guess, group: Sequence[Pattern], leaves: Sequence[Leaf], size
         yield f"# {count}, {bytes_text(whole)} in all, {bytes_text(each)} per device."
         yield "[[rules]]"
         yield f"path = {toml_string(pattern.text)}"
-        yield f"spec = [{', '.join(map(_entry, guess.entries))}]"
+        yield f"spec = {spec_text(guess.entries)}"
         yield ""
-
-
-def _entry(axes: tuple[str, ...]) -> str:
-    names = ", ".join(map(toml_string, axes))
-    return '"-"' if not axes else names if len(axes) == 1 else f"[{names}]"
-
-
-def toml_string(text: str) -> str:
-    """Returns a string of TOML: literal if it can be, since backslashes are common in patterns."""
-    if "'" not in text and text.isprintable() and "\\" in text:
-        return f"'{text}'"
-    quoted = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in quoted) + '"'

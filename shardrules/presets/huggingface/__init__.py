@@ -3,5 +3,6 @@
 from shardrules.presets.huggingface.names import tensor_names
 from shardrules.presets.huggingface.roles import ROLES, Role
 from shardrules.presets.huggingface.rule import HuggingFaceShardingRule
+from shardrules.presets.huggingface.sync import sync_names
 
-__all__ = ["ROLES", "HuggingFaceShardingRule", "Role", "tensor_names"]
+__all__ = ["ROLES", "HuggingFaceShardingRule", "Role", "sync_names", "tensor_names"]

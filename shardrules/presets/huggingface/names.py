@@ -1,7 +1,7 @@
 """`tensor_names`: from the paths of a model to the names in a checkpoint."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from shardrules.checkpoints.headers import read_headers
@@ -40,8 +40,13 @@ def tensor_names(path: Any, rename: Mapping[str, str] | None = None) -> Callable
     """
     headers = read_headers(as_path(path, "tensor_names"))
     refuse(f"tensor_names: {path}", headers.problems)
+    return name_finder(headers.stored, rename)
+
+
+def name_finder(stored: Iterable[str], rename: Mapping[str, str] | None = None) -> Callable[[str], Name]:
+    """Returns what `tensor_names` does for a checkpoint with these names."""
     tree: dict[str, Any] = {}
-    for name in headers.stored:
+    for name in stored:
         node = tree
         for part in name.split("."):
             node = node.setdefault(part, {})

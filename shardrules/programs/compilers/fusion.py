@@ -17,6 +17,7 @@ from typing import final
 
 import attrs
 
+from shardrules.programs.compilers.compiler import Compiler
 from shardrules.programs.compilers.kernels import (
     IN_PLACE,
     PARTIAL_READS,
@@ -27,7 +28,7 @@ from shardrules.programs.compilers.kernels import (
     takes_whole,
     view_pairs,
 )
-from shardrules.programs.compilers.norms import NormGradients, with_costly
+from shardrules.programs.compilers.norms import NormGradients, with_copied, with_costly
 from shardrules.programs.traced.program import Operation, TracedProgram
 from shardrules.programs.traced.unions import Unions
 
@@ -50,11 +51,12 @@ class FusedProgram:
     gradients: NormGradients
 
     @classmethod
-    def of(cls, program: TracedProgram, device_count: int = 1, *, keeps_costly: bool = False) -> "FusedProgram":
+    def of(cls, program: TracedProgram, compiler: Compiler, device_count: int = 1) -> "FusedProgram":
         """Returns what a compiler makes of a program that runs on some devices."""
         sources = _sources(program)
         takers = _takers(program, sources)
-        written = with_costly(program, _written(program, sources, takers), keeps_costly)
+        written = with_copied(program, _written(program, sources, takers), compiler.most_copies)
+        written = with_costly(program, written, compiler.keeps_costly)
         gradients = NormGradients.of(program, written, device_count)
         written |= gradients.siblings.keys()
         kernels_of = find_kernels(program, {*written})

@@ -1,5 +1,5 @@
-"""The arrays that compilers write although other kernels could compute them again: what is costly to compute, and what
-gradients of norms over several dims add up."""
+"""The arrays that compilers write although other kernels could compute them again: what is costly to compute, what one
+kernel would compute many times, and what gradients of norms over several dims add up."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ from typing import Self, final
 
 import attrs
 
-from shardrules.programs.compilers.kernels import find_kernels, is_matmul, is_view, view_pairs
+from shardrules.programs.compilers.kernels import ends_chain, find_kernels, is_matmul, is_view, view_pairs
 from shardrules.programs.traced.program import Operation, TracedProgram
 
 _SERIES = frozenset(("tanh", "erf", "erfc", "erf_inv", "log1p"))
@@ -20,6 +20,9 @@ _NARROW = 2
 
 _COSTLY = _SERIES | {"exp", "exp2", "expm1", "log", "logistic", "div", "rem", "pow", "sqrt", "rsqrt", "sin", "cos"}
 """Elementwise primitives that XLA for CPUs never computes in several kernels."""
+
+_MOVES = frozenset(("broadcast_in_dim", "concatenate", "dynamic_slice", "gather", "pad", "rev", "slice", "split"))
+"""Primitives of chains that read elements at other places than they write them."""
 
 FEW_COLUMNS = 3000
 """The most results of the first step of such a sum on a device for which its operand is written: each kernel keeps 32
@@ -37,6 +40,42 @@ def with_costly(program: TracedProgram, written: frozenset[int], keeps_costly: b
         return operation.name in _SERIES and widths[operation.results[0]] <= _NARROW
 
     find_kernels(program, kept, is_kept)
+    for operation in program.operations:
+        if is_view(operation):
+            kept.update(result for operand, result in view_pairs(operation) if operand in kept)
+    return frozenset(kept)
+
+
+def with_copied(program: TracedProgram, written: frozenset[int], most: int) -> frozenset[int]:
+    """Adds what a kernel would have more than `most` copies of, such as the first rounds of an associative scan.
+
+    Elements that are read at two places, as by two slices, are computed by two copies of the code, and so is all that
+    they are computed from.
+    """
+    kept = {*written}
+    readers: dict[int, dict[int, frozenset[int]]] = {}  # of each array, in each kernel: operations, by their places
+    copies: dict[tuple[int, int], int] = {}
+    for op_index in range(len(program.operations) - 1, -1, -1):
+        operation = program.operations[op_index]
+        in_kernels: dict[int, frozenset[int]] = {}
+        for result in operation.results:
+            for kernel, indices in readers.get(result, {}).items():
+                in_kernels[kernel] = in_kernels.get(kernel, frozenset()) | indices
+        if not is_view(operation):
+            counts = {kernel: sum(copies[each, kernel] for each in indices) for kernel, indices in in_kernels.items()}
+            is_array = any(program.arrays[result].shape for result in operation.results)
+            if is_array and max(counts.values(), default=0) > most:
+                kept.update(operation.results)
+            if ends_chain(operation) or not kept.isdisjoint(operation.results):
+                in_kernels, counts = {op_index: frozenset((op_index,))}, {op_index: 1}
+            if operation.name in _MOVES:
+                in_kernels = dict.fromkeys(in_kernels, frozenset((op_index,)))
+            copies.update(((op_index, kernel), count) for kernel, count in counts.items())
+        for operand in operation.operands:
+            if operand is not None:
+                mine = readers.setdefault(operand, {})
+                for kernel, indices in in_kernels.items():
+                    mine[kernel] = mine.get(kernel, frozenset()) | indices
     for operation in program.operations:
         if is_view(operation):
             kept.update(result for operand, result in view_pairs(operation) if operand in kept)

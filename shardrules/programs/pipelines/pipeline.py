@@ -38,7 +38,7 @@ def pipeline(
     - `microbatches`: how many parts a batch is split into. Microbatch `i` has every so many examples, from `i` on.
     - `schedule`: `"gpipe"` computes all microbatches forward, then all backward; `"1f1b"` computes each backward as
         soon as it can be, and keeps less. Without `last` it computes the forward pass again in the backward pass.
-        `shardrules.PipelineSchedule` says how long stages wait and what they keep.
+        `shardrules.reports.PipelineSchedule` says how long stages wait and what they keep.
     - `chunks`: how many groups of layers that do not follow each other a stage has: stages wait less, and send more.
     - `cut`: how many layers each stage has, in order, and with chunks each chunk of all stages in the order in which
         microbatches meet them; by default as many each, or one more in the first ones.

@@ -34,26 +34,16 @@ class PipelineSchedule:
     stages as often ("interleaved"): bubbles are shorter, and more is sent. Printed it shows the passes of all stages in
     time; notebooks draw it.
 
-    **Arguments:**
-
-    - `name`: `"gpipe"` computes all microbatches forward, then all backward. `"1f1b"` computes a microbatch backward as
-        soon as it can be: a stage keeps the activations of at most as many microbatches as there are stages, and with
-        chunks of up to twice as many.
-    - `stages`: how many stages there are, at least 2.
-    - `microbatches`: how many microbatches there are.
-    - `chunks`: how many groups of layers a stage has.
-    - `in_step`: whether all stages compute forward in the same ticks, and backward in those between, as they do with
-        chunks. `shardrules.pipeline` does so on a mesh with other axes than for stages and the batch. Stages then
-        keep what they keep with chunks.
-    - `last_first`: whether the backward pass of `"gpipe"` begins with the last microbatch, as in training plans with
-        stages.
-
-    **Raises:**
-
-    `ConfigError`, which lists everything that is wrong.
+    The `name` `"gpipe"` computes all microbatches forward, then all backward. `"1f1b"` computes a microbatch backward
+    as soon as it can be: a stage keeps the activations of at most as many microbatches as there are stages, and with
+    chunks of up to twice as many. There are `stages` stages, at least 2, and `microbatches` microbatches; each stage
+    has `chunks` groups of layers. With `in_step` all stages compute forward in the same ticks, and backward in those
+    between, as they do with chunks. `shardrules.pipeline` does so on a mesh with other axes than for stages and the
+    batch. Stages then keep what they keep with chunks. With `last_first` the backward pass of `"gpipe"` begins with the
+    last microbatch, as in training plans with stages. A `ConfigError` lists everything that is wrong.
 
     ```python
-    schedule = sr.PipelineSchedule("1f1b", stages=2, microbatches=3)
+    schedule = sr.reports.PipelineSchedule("1f1b", stages=2, microbatches=3)
     print(schedule)
     # 1f1b: 2 stages, 3 microbatches; bubble 25.0%, live microbatches at most 2 1
     # stage 0 | F0 F1 .. B0--- F2 B1--- .. B2---
@@ -91,16 +81,10 @@ class PipelineSchedule:
     def simulate(
         self, forward: float | Sequence[float] = 1.0, backward: float | Sequence[float] = 2.0, send: float = 0.0
     ) -> PipelineTimes:
-        """Plays the schedule.
+        """Plays the schedule, and returns when each stage computes what, the bubble, and the live microbatches.
 
-        **Arguments:**
-
-        - `forward`, `backward`: the seconds of one microbatch on all layers of a stage, or of each stage.
-        - `send`: the seconds of an exchange between two stages.
-
-        **Returns:**
-
-        When each stage computes what, the bubble, and how many microbatches each stage keeps activations of.
+        `forward` and `backward` are the seconds of one microbatch on all layers of a stage, or of each stage, and
+        `send` those of an exchange between two stages.
         """
         return play(self.phases, self.stages, self.chunks, forward, backward, send)
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import jax
+import optax
 import pytest
 
 import shardrules as sr
@@ -42,6 +43,36 @@ def code(tmp_path: Path) -> str:
 def run(code: str, loss: str, *more: str) -> int:
     words = ["train-plan", f"{code}:{loss}", "--model", f"{code}:make", "--cluster", "cuda:h100:2", *more]
     return main(words)
+
+
+def test_a_plan_is_written_as_rules(code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, plan_file = tmp_path / "rules.toml", tmp_path / "train.json"
+    words = ("--batch", "float32[64,16]", "-o", str(plan_file), "--rules-out", str(file))
+    assert run(code, "loss", *words) == 0
+    rules = sr.load_rules(file)
+    assert rules.optimizer == "adamw"
+    assert rules.mesh is not None
+    report = sr.reports.TrainingPlanReport.from_json(plan_file.read_text())
+    model, batch = load_shapes(f"{code}:make"), load_shapes("float32[64,16]")
+    state = jax.eval_shape(optax.adamw(1e-3).init, model)
+    again = rules.rules.plan((model, state, batch), rules.mesh)
+    for path in report.plan.paths:
+        if not path.startswith("2"):
+            decided = again.decision(path).applied_spec
+            assert sr.specs.same(decided, report.plan.decision(path).applied_spec), path
+    alone = rules.rules.plan(model, rules.mesh)
+    assert all(
+        sr.specs.same(alone.decision(path).applied_spec, again.decision(f"0/{path}").applied_spec) for path in model
+    )
+    assert "next best: " in file.read_text()
+    capsys.readouterr()
+    # A file that exists is replaced only on request, and before a search it is said.
+    written = file.read_text()
+    assert run(code, "loss", *words) == 2
+    assert "rules.toml exists: --force replaces what is there" in capsys.readouterr().err
+    file.write_text("")
+    assert run(code, "loss", *words, "--force") == 0
+    assert file.read_text() == written
 
 
 def test_a_plan_is_written_and_shown(code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

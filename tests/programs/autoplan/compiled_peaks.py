@@ -301,6 +301,19 @@ def masked(x: Any, w: Any) -> Any:
     return lax.scan(lambda y, _: (jnp.where(mask, y @ w, 0.0), None), x, length=4)[0]
 
 
+def selective_scan(w: Any, x: Any) -> Any:
+    """The states of a Mamba, by an associative scan."""
+
+    def follow(first: Any, second: Any) -> Any:
+        return second[0] * first[0], second[0] * first[1] + second[1]
+
+    pace = jax.nn.softplus(x @ w["pace"])
+    fed, read = jnp.split(x @ w["states"], 2, -1)
+    kept = jnp.exp(pace[..., None] * -jnp.exp(w["decay"]))
+    _, states = lax.associative_scan(follow, (kept, (pace * x)[..., None] * fed[:, :, None]), axis=1)
+    return jnp.mean(jnp.einsum("bldn,bln->bld", states, read) ** 2)
+
+
 PROGRAMS = {
     **{
         f"loss, {'looked up' if is_looked_up else 'multiplied'}, {words} words": loss_of(
@@ -347,6 +360,10 @@ PROGRAMS = {
     "branches, one with more": Program(uneven_branches, (real(4096, 1024), real(4096, 1024))),
     "cumulative sums": Program(lambda w: w - 0.1 * jax.grad(summed_up)(w), (real(4096, 1024),)),
     "a mask in a loop": Program(masked, (real(16384, 256), real(256, 256))),
+    "associative scan": Program(
+        descent(selective_scan),
+        ({"pace": real(256, 256), "states": real(256, 32), "decay": real(256, 16)}, real(8, 512, 256)),
+    ),
 }
 
 

@@ -14,6 +14,7 @@ from shardrules.core.axes import mesh_sizes
 from shardrules.programs.autoplan.answer.plan import AutoPlan
 from shardrules.programs.autoplan.run.rewrite import chosen_layouts, with_layouts
 from shardrules.programs.autoplan.solve.proof import memory_bound
+from shardrules.programs.compilers.compiler import GpuCompiler
 from shardrules.programs.compilers.fusion import FusedProgram
 from shardrules.programs.jaxprs.walk import equations
 from shardrules.programs.traced.program import changes_memory, is_on_host, read_jaxpr
@@ -88,7 +89,7 @@ def test_a_move_between_memories_is_a_copy_and_not_a_view() -> None:
     first, second = (operation for operation in program.operations if operation.name == "device_put")
     assert changes_memory(first)
     assert changes_memory(second)
-    fusion = FusedProgram.of(program)
+    fusion = FusedProgram.of(program, GpuCompiler())
     assert [program.arrays[operation.results[0]].device_bytes for operation in (first, second)] == [0, ROWS * WIDTH * 2]
     assert second.results[0] not in fusion.sources
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardrules.programs.compilers.compiler import GpuCompiler
 from shardrules.programs.compilers.fusion import FusedProgram
 from shardrules.programs.traced.program import TracedProgram, read_jaxpr
 
@@ -19,12 +20,12 @@ def read(fn: Callable[..., Any], *args: Any) -> TracedProgram:
 
 def reading(program: TracedProgram) -> dict[str, int]:
     """The number of kernels that read something at each operation, by its name."""
-    counts = FusedProgram.of(program).read_counts
+    counts = FusedProgram.of(program, GpuCompiler()).read_counts
     return {program.operations[op_index].name: count for (op_index, _), count in counts.items() if count}
 
 
 def writing(program: TracedProgram) -> list[str]:
-    fusion = FusedProgram.of(program)
+    fusion = FusedProgram.of(program, GpuCompiler())
     return [
         operation.name
         for op_index, operation in enumerate(program.operations)
@@ -57,7 +58,9 @@ def test_a_result_is_computed_again_however_late_it_is_used() -> None:
 def test_each_kernel_reads_what_it_computes_from() -> None:
     """A chain in two kernels reads its start in both, and a kernel reads nothing twice."""
     program = read(lambda x, w: (jnp.exp(x) @ w, jnp.exp(x) * 2 + x), X, W)
-    assert [count for (_, operand), count in FusedProgram.of(program).read_counts.items() if not operand][:2] == [1, 1]
+    assert [
+        count for (_, operand), count in FusedProgram.of(program, GpuCompiler()).read_counts.items() if not operand
+    ][:2] == [1, 1]
     twice = read(lambda x, w: (lambda y: (y @ w, jnp.cumsum(y + 1, 0)))(jnp.exp(x)), X, W)
     assert writing(twice)[:2] == ["exp", "dot_general"]
 
@@ -81,13 +84,13 @@ def test_what_is_computed_again_keeps_what_it_starts_from() -> None:
     program = read(jax.grad(loss), X, W)
     kept = [program.operations[program.producers[array]].name for array in program.kept if array in program.producers]
     assert "add" in kept
-    assert all(array in FusedProgram.of(program).written for array in program.kept)
+    assert all(array in FusedProgram.of(program, GpuCompiler()).written for array in program.kept)
 
 
 def test_a_softmax_reads_its_rows_once() -> None:
     def bytes_read(fn: Any, *shape: int) -> int:
         program = read(fn, jnp.ones(shape, jnp.bfloat16), jnp.ones((shape[-1], 4), jnp.bfloat16))
-        fusion = FusedProgram.of(program)
+        fusion = FusedProgram.of(program, GpuCompiler())
         size = 2 * shape[0] * shape[1]
         return sum(fusion.read_bytes(*key) for key in fusion.read_counts) // size
 
@@ -104,7 +107,7 @@ def test_rows_that_a_kernel_has_on_chip_are_written_where_only_an_element_of_eac
 
     def writes_rows(shape: tuple[int, int]) -> bool:
         program = read(loss, jnp.ones(shape), jnp.zeros((shape[0], 1), int))
-        written = FusedProgram.of(program).written - {*program.arguments}
+        written = FusedProgram.of(program, GpuCompiler()).written - {*program.arguments}
         return any(program.arrays[array].shape == shape for array in written)
 
     assert writes_rows((64, 1024))
@@ -117,7 +120,7 @@ def test_an_optimizer_is_one_kernel_for_each_parameter() -> None:
         return p - m, m
 
     program = read(step, X, X, X)
-    assert len(FusedProgram.of(program).kernels) == 1
+    assert len(FusedProgram.of(program, GpuCompiler()).kernels) == 1
     assert reading(program) == {"mul": 1, "sub": 1}
 
 
@@ -125,13 +128,13 @@ def test_updates_touch_only_what_they_change() -> None:
     cache, new = jnp.ones((1024, 16)), jnp.ones((1, 16))
     program = read(lambda cache, new: lax.dynamic_update_slice_in_dim(cache, new, 3, 0), cache, new)
     fusion, (op_index,) = (
-        FusedProgram.of(program),
+        FusedProgram.of(program, GpuCompiler()),
         [op_index for op_index, operation in enumerate(program.operations) if operation.name == "dynamic_update_slice"],
     )
     assert fusion.written_bytes(op_index, 0) == new.nbytes
     table = read(lambda table, rows: table[rows], jnp.ones((1000, 16)), jnp.arange(4))
     (gather,) = [index for index, operation in enumerate(table.operations) if operation.name == "gather"]
-    assert FusedProgram.of(table).read_bytes(gather, 0) == 4 * 16 * 4
+    assert FusedProgram.of(table, GpuCompiler()).read_bytes(gather, 0) == 4 * 16 * 4
 
 
 def test_reductions_of_single_elements_are_no_kernels() -> None:
@@ -140,7 +143,7 @@ def test_reductions_of_single_elements_are_no_kernels() -> None:
 
     x = jnp.ones((8, 4, 2, 4))
     program = read_jaxpr(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(norm(x) ** 3)))(x))
-    ends = [program.operations[op_index] for op_index in FusedProgram.of(program).kernels]
+    ends = [program.operations[op_index] for op_index in FusedProgram.of(program, GpuCompiler()).kernels]
     sizes = [operation.equation.invars[0].aval.size for operation in ends if operation.name == "reduce_sum"]
     assert sizes
     assert min(sizes) == x.size
@@ -155,4 +158,22 @@ def test_long_chains_of_products_are_walked_once() -> None:
         return jnp.mean((x * scale) ** 2)
 
     program = read(loss, jax.ShapeDtypeStruct((256, 64), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.bfloat16))
-    assert not any(program.arrays[array].shape == (256, 64) for array in FusedProgram.of(program).written - {0})
+    assert not any(
+        program.arrays[array].shape == (256, 64) for array in FusedProgram.of(program, GpuCompiler()).written - {0}
+    )
+
+
+def test_what_a_kernel_would_compute_at_many_places_is_written() -> None:
+    """Each round takes what was before at two places, so that a kernel of four rounds would compute it at 16."""
+
+    def rounds(count: int) -> list[str]:
+        def fn(x: Any) -> Any:
+            x = jnp.sin(x)
+            for _ in range(count):
+                x = x[:, 1:] * x[:, :-1]
+            return x
+
+        return writing(read(fn, X))
+
+    assert rounds(3) == ["mul"]
+    assert rounds(4) == ["sin", "mul"]

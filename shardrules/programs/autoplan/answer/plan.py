@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from shardrules.core.axes import AnyMesh, mesh_text
 from shardrules.core.errors import TreeError, printable, suggest
 from shardrules.core.finding import Finding, listing, template
-from shardrules.core.rule import ShardingPlan, SpecTreeShardingRule
+from shardrules.core.rule import ShardingPlan, ShardingRule, SpecTreeShardingRule
 from shardrules.core.spec import spec_repr
 from shardrules.core.text import bytes_text
 from shardrules.core.tree import array_kind
@@ -263,6 +263,11 @@ class AutoPlan:
     def as_rule(self) -> SpecTreeShardingRule:
         """Returns a rule for the tuple of arguments that decides as the plan does."""
         return self.plan.as_rule()
+
+    def to_rules(self) -> ShardingRule:
+        """Returns a short list of patterns for the tuple of arguments that decides as the plan does: see
+        [`ShardingPlan.to_rules`][shardrules.ShardingPlan.to_rules]."""
+        return self.plan.to_rules()
 
     def jit(self, fn: Callable[..., Any], *, donate_argnums: int | Sequence[int] = ()) -> PlannedFunction:
         """Returns the function compiled as planned, with arguments, results and everything inside where the plan says.

@@ -54,7 +54,7 @@ def build_problem(
     partial_ops = [op_index for op_index in range(len(program.operations)) if sums.may_add_parts(op_index)]
     clusters = find_clusters(program, partial_ops, tie)
     classes = op_classes(program, paths, tie)
-    fusion = FusedProgram.of(program, math.prod(machine.sizes), keeps_costly=machine.compiler.keeps_costly)
+    fusion = FusedProgram.of(program, machine.compiler, math.prod(machine.sizes))
     costs = ComputeCosts(fusion, machine)
     builder = _GraphBuilder(program, machine, costs, RegionCosts(machine), feedback, sums, clusters)
     for position, array in enumerate(program.arguments):

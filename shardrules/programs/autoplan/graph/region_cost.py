@@ -130,7 +130,7 @@ class RegionCosts:
     def _program_seconds(self, program: ClosedJaxpr) -> float:
         """The time of a program's operations on one device. Of branches the longest counts."""
         traced = read_jaxpr(program)
-        costs = ComputeCosts(FusedProgram.of(traced, keeps_costly=self.device.compiler.keeps_costly), self.device)
+        costs = ComputeCosts(FusedProgram.of(traced, self.device.compiler), self.device)
         seconds = [0.0] * len(traced.regions)
         for op_index, operation in enumerate(traced.operations):
             if operation.name == "region":  # inside of another it runs as it stands

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardrules.core.axes import AnyMesh
 from shardrules.core.callables import update_wrapper
 from shardrules.core.errors import ConfigError
-from shardrules.core.rule import ShardingPlan, SpecTreeShardingRule
+from shardrules.core.rule import ShardingPlan, ShardingRule, SpecTreeShardingRule
 from shardrules.core.tree import array_kind
 from shardrules.placement.init import filter_init
 from shardrules.programs.autoplan.answer.diff import AutoPlanDiff
@@ -25,6 +25,7 @@ from shardrules.programs.training.answer.prove import ProvedPlan, TrainingProof,
 from shardrules.programs.training.answer.report import TrainingCandidate, TrainingPlanReport
 from shardrules.programs.training.search.problem import Outcome, TrainingProblem
 from shardrules.programs.training.step import Recipe, TrainingStep
+from shardrules.rules.from_plan.rules_of import rules_of
 
 
 @final
@@ -127,6 +128,14 @@ class TrainingPlan:
         # What is no array, such as a name, is in the tree as it is.
         specs = jax.tree.map(lambda spec: spec if isinstance(spec, PartitionSpec) else None, self.plan.specs[:2])
         return SpecTreeShardingRule(specs)
+
+    def to_rules(self) -> ShardingRule:
+        """Returns a short list of patterns that decides as `as_rule` does, for the model alone, too: see
+        [`ShardingPlan.to_rules`][shardrules.ShardingPlan.to_rules].
+
+        State that is split as its parameters needs no patterns of its own.
+        """
+        return rules_of(self.as_rule().plan(self.planned.args[:2], self.mesh), self.planned.argument_plan(0))
 
     def shardings(self, mesh: Mesh | None = None) -> Any:
         """Returns the sharding of each array of (model, state), with its memory: what loads of checkpoints take.

@@ -30,7 +30,7 @@ def equation_seconds(program: ClosedJaxpr, hardware: Hardware) -> tuple[list[flo
     """
     machine = Machine.of(mesh_shape("data:1"), hardware)
     traced = read_jaxpr(program)
-    fusion = FusedProgram.of(traced, keeps_costly=machine.compiler.keeps_costly)
+    fusion = FusedProgram.of(traced, machine.compiler)
     costs = ComputeCosts(fusion, machine)
     owners = np.cumsum([0, *map(_reader_count, program.jaxpr.eqns)])
     seconds = [0.0] * len(program.jaxpr.eqns)

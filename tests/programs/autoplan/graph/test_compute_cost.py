@@ -12,6 +12,7 @@ import shardrules as sr
 from shardrules.programs.autoplan.graph.compute_cost import ComputeCosts
 from shardrules.programs.autoplan.graph.home import Home
 from shardrules.programs.autoplan.graph.machine import Machine
+from shardrules.programs.compilers.compiler import GpuCompiler
 from shardrules.programs.compilers.fusion import FusedProgram
 from shardrules.programs.traced.program import read_jaxpr
 
@@ -27,7 +28,7 @@ def costs(
 ) -> dict[str, float]:
     """The seconds of operations on one device, by name or role, without launches."""
     program = read_jaxpr(jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]))
-    fusion = FusedProgram.of(program)
+    fusion = FusedProgram.of(program, GpuCompiler())
     machine = Machine.of(sr.mesh_shape("x:1"), hardware)
     model = ComputeCosts(fusion, machine)
     seconds: dict[str, float] = {}
