@@ -166,7 +166,7 @@ class ExplicitTrials:
                 explicit_trace(self.reading.fn, plan, self.mesh)
         except Exception as error:  # JAX has several classes for what it refuses
             cause = error.__cause__ if isinstance(error, PlanError) else error
-            if not re.search(r"(?i)shard|DuplicateSpec|\d@[\w(]", f"{type(cause).__name__} {cause}"):
+            if not re.search(r"(?i)shard|PartitionSpec|DuplicateSpec|\d@[\w(]", f"{type(cause).__name__} {cause}"):
                 raise
             return cause
         return None
@@ -263,9 +263,11 @@ class ExplicitTrials:
 
     def calls_user(self, node: ast.expr) -> bool:
         """Returns whether an expression calls a function of the files, whose lines get annotations themselves."""
-        name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+        parts = [node.func, *node.args] if isinstance(node, ast.Call) else []
+        # The functions that `vmap` and loops are given, too.
+        names = {getattr(each, "id", getattr(each, "attr", "")) for part in parts for each in ast.walk(part)}
         functions = (each for file in self.reading.sources.files for each in ast.walk(file.tree))
-        return any(isinstance(each, ast.FunctionDef) and each.name == name for each in functions)
+        return any(isinstance(each, ast.FunctionDef) and each.name in names for each in functions)
 
     def returned(self, number: int) -> list[int]:
         """The values that functions return which a call is given, such as the body of a loop."""

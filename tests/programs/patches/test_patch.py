@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from shardrules.errors import PatchError
 from shardrules.programs.jaxprs.walk import equations
 from shardrules.programs.patches.text import annotated
 from tests.programs.patches.projects import copied, imported, mesh_of, planned
@@ -53,7 +54,12 @@ def difference(old: Any, new: Any) -> float:
 def test_a_patched_program_is_the_planned_one(name: str, axis_types: str, tmp_path: Path) -> None:
     fn, args = copied(name, tmp_path).make()
     plan = planned(fn, args, axis_types)
-    patch = plan.to_patch(fn, root=tmp_path)
+    if (name, axis_types) == ("encoder_decoder", "explicit"):
+        # The plan splits parameters, which `vmap` is given whole in a tree, over the axis that the batch is split over.
+        with pytest.raises(PatchError, match="Unmapped values passed to vmap cannot be sharded"):
+            plan.to_patch(fn, root=tmp_path)
+        return
+    patch = plan.to_patch(fn, root=tmp_path, time_limit=900)
     count = sum(1 for _ in equations(plan.call.jaxpr))
     assert 10 * len(patch.annotations) <= count
     verification = patch.verify()
