@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from published.adapters import adapted, adapter_shapes, merged, parted
 from published.attention import BATCH, LENGTH, attend
 from published.eager import cross_entropy, kernel, layer_norm, log_softmax, rms_norm, rotary
-from published.experts import ExpertDims, ExpertLayer
+from published.experts import ExpertDims, ExpertLayer, Experts
 from published.fsdp import Unit, fully_gathered, gathered, grouped, ungrouped, with_strategy
 from published.recipe import Recipe, policy_of
 from published.sequence import columns, part_of, row, shared, whole_of
@@ -71,23 +71,44 @@ class Dims:
     period: int = 1
     """How many layers one round of the loop over layers has; they are recomputed together."""
 
+    global_head_dim: int = 0
+    global_kv_heads: int = 0
+    """Of layers that see all tokens, where they have others. Their values are their keys, ahead of norm and rotation,
+    and a quarter of each head is rotated."""
+
+    logit_cap: float = 0.0
+    """The most that a logit may be, by a hyperbolic tangent."""
+
     experts: ExpertDims | None = None
     """Layers are of experts."""
+
+    @property
+    def is_latent(self) -> bool:
+        """Layers are those of `ExpertLayer`."""
+        return self.experts is not None and self.experts.key_value_rank > 0
+
+    def sees_all(self, index: int) -> bool:
+        """A layer of a period has heads of its own, since it sees all tokens."""
+        return self.global_head_dim > 0 and (index + 1) % self.period == 0
 
 
 def _expert_layer(dims: Dims, recipe: Recipe, platform: str = "", is_dense: bool = False) -> ExpertLayer | None:
     """A layer of a model of experts, if it is one; `is_dense` for those that have none."""
-    if dims.experts is None:
+    if dims.experts is None or not dims.is_latent:
         return None
     mlp = dims.mlp if is_dense else 0
-    return ExpertLayer(dims.embed, dims.heads, dims.head_dim, dims.experts, recipe, platform, _rotary, mlp)
+    return ExpertLayer(dims.embed, dims.heads, dims.head_dim, dims.experts, recipe, platform, mlp)
 
 
-def _layer_shapes(dims: Dims, recipe: Recipe, is_dense: bool = False) -> dict[str, tuple[tuple[int, ...], P]]:
+def _layer_shapes(
+    dims: Dims, recipe: Recipe, is_dense: bool = False, index: int = 0
+) -> dict[str, tuple[tuple[int, ...], P]]:
     """The weights of a layer, with MaxText's specs: the model's width over `fsdp`, heads and MLP over `tensor`."""
     if expert_layer := _expert_layer(dims, recipe, is_dense=is_dense):
         return expert_layer.shapes
     embed, heads, kv_heads, size, mlp = dims.embed, dims.heads, dims.kv_heads, dims.head_dim, dims.mlp
+    if dims.sees_all(index):
+        kv_heads, size = dims.global_kv_heads, dims.global_head_dim
     column, row = P(_WIDTH, "tensor"), P("tensor", _WIDTH)
     up, down = column, row
     if recipe.hidden_split:
@@ -95,6 +116,8 @@ def _layer_shapes(dims: Dims, recipe: Recipe, is_dense: bool = False) -> dict[st
     norms = ["norm_attention"] if dims.parallel else ["norm_attention", "norm_mlp"]
     if dims.post_norms:
         norms += ["norm_context", "norm_down"]
+    if dims.experts:
+        norms += ["norm_experts", "norm_mixed", "norm_sum", "router_scale"]
     shapes: dict[str, tuple[tuple[int, ...], P]] = {name: ((embed,), P()) for name in norms}
     if dims.head_norms:
         names = ("query", "key", "value")[: len(dims.head_norms)]
@@ -103,7 +126,9 @@ def _layer_shapes(dims: Dims, recipe: Recipe, is_dense: bool = False) -> dict[st
         shapes["qkv"] = ((embed, heads + 2 * kv_heads, size), column)
     else:
         shapes["query"] = ((embed, heads, size), column)
-        shapes["key"] = shapes["value"] = ((embed, kv_heads, size), column)
+        shapes["key"] = ((embed, kv_heads, size), column)
+        if not dims.sees_all(index):
+            shapes["value"] = shapes["key"]
     shapes["out"] = ((heads, size, embed), P("tensor", None, _WIDTH))
     if dims.gated and recipe.fused_mlp:
         shapes["gate_up"] = ((embed, 2, mlp), P(up[0], None, up[1]))
@@ -112,6 +137,8 @@ def _layer_shapes(dims: Dims, recipe: Recipe, is_dense: bool = False) -> dict[st
     if "gate_up" not in shapes:
         shapes["up"] = ((embed, mlp), up)
     shapes["down"] = ((mlp, embed), down)
+    if dims.experts:
+        shapes |= Experts(dims.experts, recipe, "", jax.nn.gelu).shapes(embed) | {"scale": ((1,), P())}
     if recipe.lora_rank:
         shapes |= adapter_shapes({name: shape for name, (shape, _) in shapes.items()}, recipe.lora_rank)
     if dims.family == "gpt":
@@ -140,9 +167,12 @@ def _shapes(dims: Dims, recipe: Recipe, length: int) -> dict[str, Any]:
     if recipe.fsdp:  # FSDP splits vectors
         layer, root = ({name: _vector(*item) for name, item in shapes.items()} for shapes in (layer, root))
     dense_count = dims.experts.dense_layers if dims.experts else 0
-    groups = {"layers": _stacked(layer, dims.layers - dense_count, recipe, dims.period)}
+    layers = [layer] * dims.period
+    if dims.global_head_dim:
+        layers = [_layer_shapes(dims, recipe, index=index) for index in range(dims.period)]
+    groups = {"layers": _stacked(layers, dims.layers - dense_count, recipe)}
     if dense_count:
-        groups["dense_layers"] = _stacked(_layer_shapes(dims, recipe, is_dense=True), dense_count, recipe)
+        groups["dense_layers"] = _stacked([_layer_shapes(dims, recipe, is_dense=True)], dense_count, recipe)
     return root | groups
 
 
@@ -157,13 +187,13 @@ def _local(shape: tuple[int, ...], spec: P, size: int) -> tuple[int, ...]:
     return tuple(length // size if axis == "tensor" else length for length, axis in zip(shape, axes, strict=False))
 
 
-def _stacked(layer: dict[str, tuple[tuple[int, ...], P]], count: int, recipe: Recipe, period: int = 1) -> Any:
-    """The weights of so many layers."""
-    if recipe.scan and period > 1:
-        return [_stacked(layer, count // period, recipe)] * period
-    if recipe.scan:
-        return {name: ((count, *shape), P(None, *spec)) for name, (shape, spec) in layer.items()}
-    return [layer] * count
+def _stacked(layers: list[dict[str, tuple[tuple[int, ...], P]]], count: int, recipe: Recipe) -> Any:
+    """The weights of so many layers, of which those of one period are given."""
+    if not recipe.scan:
+        return layers * (count // len(layers))
+    rounds = count // len(layers)
+    stacks = [{name: ((rounds, *shape), P(None, *spec)) for name, (shape, spec) in layer.items()} for layer in layers]
+    return stacks if len(stacks) > 1 else stacks[0]
 
 
 def _is_shape(node: Any) -> bool:
@@ -238,9 +268,7 @@ class Decoder:
             return y * weights[name] + weights[f"{name}_bias"]
         if self._is_eager:
             return rms_norm(x, weights[name])
-        y = x.astype(jnp.float32)
-        y = (y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-5)).astype(x.dtype)
-        return self._end(y * weights[name])
+        return self._end(_unit(x) * weights[name])
 
     def _dense(self, equation: str, x: Any, weights: Any, name: str) -> Any:
         """A matmul whose results are whole."""
@@ -259,6 +287,15 @@ class Decoder:
         results = columns(functools.partial(jnp.einsum, equation), x, tuple(weights[name] for name in names))
         return tuple(self._end(result) for result in results)
 
+    def _shared_heads(self, x: Any, weights: Any) -> tuple[Any, Any, Any]:
+        """Queries, keys and values of a layer whose keys are its values."""
+        query, key = self._split("bse,ehd->bshd", x, weights, "query", "key")
+        return query, key, key
+
+    def _quarter_turned(self, x: Any) -> Any:
+        quarter = x.shape[-1] // 4
+        return jnp.concatenate([_rotary(x[..., :quarter]), x[..., quarter:]], -1)
+
     def _heads(self, x: Any, weights: Any) -> tuple[Any, Any, Any]:
         """Queries, keys and values."""
         if "qkv" in weights:
@@ -266,13 +303,18 @@ class Decoder:
             joined = checkpoint_name(joined, "qkv_proj")
             heads = self.dims.heads
             query, key, value = jnp.split(joined, (heads, heads + self.dims.kv_heads), 2)
-        else:
+        elif "value" in weights:
             query, key, value = self._split("bse,ehd->bshd", x, weights, "query", "key", "value")
+        else:
+            query, key, value = self._shared_heads(x, weights)
         if self.dims.head_norms == "qk":
             query, key = self._norm(query, weights, "norm_query"), self._norm(key, weights, "norm_key")
+        if self.dims.global_head_dim:
+            value = _unit(value)
         if self.dims.family == "llama":
             halves = rotary if self._is_eager else _rotary
             turn = _neighbour_rotary if self.dims.interleaved_rotary else halves
+            turn = turn if "qkv" in weights or "value" in weights else self._quarter_turned
             query, key = turn(query), turn(key)
         if self.recipe.repeat_heads:
             repeats = self.dims.heads // self.dims.kv_heads
@@ -334,7 +376,19 @@ class Decoder:
             return self._residual(self._mlp(normed, weights) + out + x), None
         x = self._end(x + out)
         normed = self._residual(self._norm(x, weights, "norm_mlp"))
-        return self._residual(self._end(x + self._mlp(normed, weights))), None
+        added = self._mlp(normed, weights)
+        if self.dims.experts:
+            x, added = x * weights["scale"], self._mixed(x, added, weights) * weights["scale"]
+        return self._residual(self._end(x + added)), None
+
+    def _mixed(self, x: Any, shared: Any, weights: Any) -> Any:
+        """The sum of what the MLP of all tokens returns and of what their experts do."""
+        assert self.dims.experts is not None
+        experts = Experts(self.dims.experts, self.recipe, self.platform, self._activation)
+        gated = _unit(x) * self.dims.embed**-0.5 * weights["router_scale"]
+        logits = jnp.einsum("bse,ec->bsc", gated, weights["router"])
+        routed = experts(self._residual(self._norm(x, weights, "norm_experts")), logits, weights)
+        return self._residual(self._norm(shared + self._norm(routed, weights, "norm_mixed"), weights, "norm_sum"))
 
     def _period(self, x: Any, layers: Any) -> tuple[Any, None]:
         """One round of the loop over layers, of which the last one sees all tokens."""
@@ -402,7 +456,9 @@ class Decoder:
             (logits,) = self._split("bse,ev->bsv", x, {"head": head}, "head")
             return self._fence(whole_of(logits, 2))
         logits = x @ head
-        return logits * self.dims.embed**-0.5 if self.dims.tied else logits
+        logits = logits * self.dims.embed**-0.5 if self.dims.tied else logits
+        cap = self.dims.logit_cap
+        return jnp.tanh(logits / cap) * cap if cap else logits
 
     def _tiled_loss(self, x: Any, weights: Any, targets: Any) -> Any:
         """The loss of one part of the batch after the other, with logits that the backward pass computes again."""
@@ -532,6 +588,12 @@ def state_shapes(weights: Any, recipe: Recipe) -> tuple[Any, Any, Any]:
     """The optimizer's state of weights of these shapes."""
     first = jax.tree.map(lambda weight: jax.ShapeDtypeStruct(weight.shape, recipe.moment_dtype), weights)
     return jax.ShapeDtypeStruct((), jnp.float32), first, weights
+
+
+def _unit(x: Any) -> Any:
+    """Vectors divided by their root mean square."""
+    y = x.astype(jnp.float32)
+    return (y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-5)).astype(x.dtype)
 
 
 def _rotary(x: Any) -> Any:

@@ -137,6 +137,9 @@ class Recipe:
     """`tensor` splits the width of the model in weights, where it splits no other dim but the MLP's, and not the MLP's:
     MaxText's axis `tensor_transpose`."""
 
+    expert_block: int = 1024
+    """The most that the kernel of experts multiplies at a time of the width before a matmul, and of that behind it."""
+
     split_residual: bool = True
     """Between layers the width of activations is split over `tensor`."""
 

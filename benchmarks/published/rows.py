@@ -191,6 +191,8 @@ class Row:
             problems.append("the head of a GPT is its embedding, which split_vocab does not split")
         if self.dims.experts is None:
             return [*problems, *(["transposed is for layers of experts"] if recipe.transposed else [])]
+        if not self.dims.is_latent:
+            return problems
         # Layers of experts name nothing but their input, and read none of these.
         if self.remat not in ("none", "full", "minimal"):
             problems.append(f"remat of layers of experts must be none, full or minimal, got {self.remat!r}")

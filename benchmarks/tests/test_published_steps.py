@@ -49,7 +49,8 @@ known = "printed"
 """
 H200 = sr.Hardware.named("cuda:h200")
 NAMES = [
-    *("toy", "toy, eager", "toy, experts", "toy, compiled", "toy, adapters"),
+    *("toy", "toy, eager", "toy, experts", "toy, shared experts", "toy, beside experts"),
+    *("toy, compiled", "toy, adapters"),
     *("toy, parallel", "toy, windows", "toy, context"),
 ]
 FIGURE = {"order": "", "chip": "tpu:v5e", "seconds": 60.0, "compiled": True, "kind": "dense"}

@@ -30,6 +30,10 @@ def check_rules_out(args: argparse.Namespace) -> None:
     """Refuses a file that exists, or that cannot be written: before a search, whose plan would be lost."""
     if args.rules_out is None:
         return
+    if args.rules_out.suffix != ".toml":
+        raise UsageError(f"--rules-out {args.rules_out}: rules are read from .toml files; name one")
+    if args.output is not None and args.output.resolve() == args.rules_out.resolve():
+        raise UsageError(f"-o and --rules-out name one file, {args.rules_out}: name two")
     if args.rules_out.exists() and not args.force:
         raise UsageError(f"{args.rules_out} exists: --force replaces what is there")
     check_writable(args.rules_out)

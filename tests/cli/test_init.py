@@ -264,6 +264,10 @@ def test_the_rules_of_a_plan_are_a_beginning(folder: Path) -> None:
     [
         (("model.py:make",), "no mesh: pass --mesh data:16,model:4, axes and sizes; or a --plan, which has one"),
         (("model.py:make", "--plan", "no-mesh.json"), "no-mesh.json has no mesh: pass --mesh"),
+        (
+            ("model.py:make", "--plan", "split.json", "--mesh", "x:8"),
+            "split.json splits over data, which the mesh x:8 lacks: leave --mesh out, or plan for this mesh",
+        ),
         (("model.py:make", "--plan", "other.json"), r"other.json has no plan for 3 of 7 arrays of the model, first "),
     ],
 )
@@ -274,7 +278,9 @@ def test_plans_that_are_no_beginning_are_refused(folder: Path, words: tuple[str,
     (folder / "no-mesh.json").write_text(sr.ReplicateShardingRule().plan(model).to_json())
     other = sr.ReplicateShardingRule().plan(model, sr.mesh_shape("data:4"))
     (folder / "other.json").write_text(other.to_json())
+    split = sr.FSDPShardingRule("data", 0).plan(model, sr.mesh_shape("data:4"))
+    (folder / "split.json").write_text(split.to_json())
     process = shardrules("init", *words, cwd=folder, env=NO_BACKEND)
     assert process.returncode == 2
     assert message in process.stderr
-    assert not written(folder).keys() - {"no-mesh.json", "other.json"}
+    assert not written(folder).keys() - {"no-mesh.json", "other.json", "split.json"}

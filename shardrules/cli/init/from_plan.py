@@ -7,9 +7,10 @@ from jax.sharding import PartitionSpec
 from shardrules.cli.errors import UsageError
 from shardrules.cli.init.text import rules_head
 from shardrules.cli.rules_out import comments
-from shardrules.core.axes import mesh_text
+from shardrules.core.axes import mesh_sizes, mesh_text
 from shardrules.core.errors import printable
 from shardrules.core.rule import ShardingPlan, SpecTreeShardingRule
+from shardrules.core.spec import axis_names
 from shardrules.rules.files.writer import rules_text
 
 
@@ -19,6 +20,13 @@ def part_of(planned: ShardingPlan, file: str, tree: Any, whole: ShardingPlan) ->
     `whole` is any plan of the model on the mesh that is asked for.
     """
     specs = {path: (shape, spec) for path, shape, spec in planned.planned()}
+    axes = dict.fromkeys(name for _, spec in specs.values() for name in axis_names(spec))
+    lost = [name for name in axes if name not in mesh_sizes(whole.mesh)]
+    if lost:
+        raise UsageError(
+            f"{file} splits over {', '.join(lost)}, which the mesh {mesh_text(whole.mesh)} lacks: leave --mesh out, or "
+            "plan for this mesh"
+        )
     arguments = dict.fromkeys(path.partition("/")[0] for path in specs)
     missing: list[tuple[str, tuple[int, ...]]] = []
     for start in ("", *(f"{name}/" for name in arguments)):

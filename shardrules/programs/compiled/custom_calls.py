@@ -104,7 +104,7 @@ def call_cost(computation: Computation, instruction: Instruction, facts: KernelF
         return library
     # Compilers for GPUs do not print the estimate of a kernel's author, and JAX still knows it.
     call = _call_of(computation, instruction, facts)
-    products = _formula_products(names, operands, instruction, None if call is None else call.block_count)
+    products = _formula_products(names, operands, instruction, call)
     is_masked = any(name.startswith("splash_") for name in names)
     estimate = find_config(instruction.backend_config, "cost_estimate")
     if estimate and "flops" in estimate:
@@ -118,13 +118,13 @@ def call_cost(computation: Computation, instruction: Instruction, facts: KernelF
 
 
 def _formula_products(
-    names: Sequence[str], operands: Sequence[ArrayType], instruction: Instruction, block_count: int | None
+    names: Sequence[str], operands: Sequence[ArrayType], instruction: Instruction, call: KernelCall | None
 ) -> tuple[Product, ...] | None:
     """The matmuls of a kernel that JAX has; `None` for any other."""
     for pattern, formula in _FORMULAS.items():
         match = next(filter(None, (re.fullmatch(pattern, name) for name in names)), None)
         if match is not None:
-            return formula(_NamedCall(match, operands, instruction, block_count))
+            return formula(_NamedCall(match, operands, instruction, call))
     return None
 
 
@@ -249,7 +249,7 @@ class _NamedCall:
     name: re.Match[str]
     operands: Sequence[ArrayType]
     instruction: Instruction
-    block_count: int | None
+    call: KernelCall | None
 
     def arrays(self, rank: int, dtype: str = "") -> list[ArrayType]:
         """Returns the operands with so many dims whose dtype begins with a pattern."""
@@ -275,7 +275,8 @@ def _splash(call: _NamedCall) -> tuple[Product, ...] | None:
     mask_heads, rows, columns = masks[0].shape
     height = int(settings.get(f"block_q{suffix}") or query[0] // max(1, rows))
     width = int(settings.get(f"block_kv{suffix}") or key[0] // max(1, columns))
-    total = mask_heads * rows * columns if call.block_count is None else call.block_count
+    visited = None if call.call is None else call.call.block_count
+    total = mask_heads * rows * columns if visited is None else visited
     # A block is computed in parts, one after the other.
     part = min(width, int(settings.get(f"block_kv{suffix}_compute") or width))
     total, width = total * (width // max(1, part)), part
@@ -331,7 +332,20 @@ def _grouped(call: _NamedCall) -> tuple[Product, ...] | None:
     if not rows or len(shape) not in (2, 3):
         return None
     m, n = shape[-2:]
-    return (Product(1, m, n, rows[0].size // max(1, m)),)
+    product = Product(1, m, n, rows[0].size // max(1, m))
+    blocks = () if call.call is None else call.call.block_shapes
+    stacks = [each for each in (*call.operands, *call.instruction.types) if len(each.shape) == 3]
+    if len(blocks) < 3 or not stacks:
+        return (product,)
+    # A block of rows is multiplied once for each group that it has rows of: with the end of a group in each block.
+    more = stacks[0].shape[0] - 1
+    height, width = blocks[-1][-2:]
+    if len(shape) == 2:
+        tiles = ((m, height, more), (n, width, 0), (product.k, blocks[0][1], 0))
+    else:
+        tiles = ((m, height, 0), (n, width, 0), (product.k, blocks[0][0], more))
+    m, n, k = ((-(-size // block) + ends) * block for size, block, ends in tiles)
+    return (attrs.evolve(product, whole_blocks=(m, n, k)),)
 
 
 _FORMULAS: Mapping[str, Callable[[_NamedCall], "tuple[Product, ...] | None"]] = {

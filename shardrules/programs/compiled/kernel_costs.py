@@ -161,6 +161,8 @@ class KernelCall:
     nbytes: int | None = None
     block_count: int | None = None
     """The blocks of a mask that it visits, if the mask is a constant: a causal kernel skips about half of them."""
+    block_shapes: tuple[tuple[int, ...], ...] = ()
+    """The shapes of the blocks in which it reads its last operands and writes its results."""
 
 
 @final

@@ -205,5 +205,6 @@ def _estimated_cycles(instruction: Instruction) -> int:
     if "estimated_cycles" not in instruction.text:
         return 0
     window = instruction.backend_config.get("window_config")
-    cycles = window.get("estimated_cycles", 0) if isinstance(window, dict) else 0
-    return max(0, int(cycles))
+    cycles = int(window.get("estimated_cycles", 0)) if isinstance(window, dict) else 0
+    # The largest integer stands where it expects nothing.
+    return max(0, cycles) if cycles < 2**63 - 1 else 0

@@ -22,6 +22,8 @@ class Product:
     m: int
     n: int
     k: int
+    whole_blocks: tuple[int, int, int] | None = None
+    """The sizes with which the kernel multiplies, where it works in blocks: the rest of one takes as long as all."""
 
     @property
     def flops(self) -> int:

@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, final
 
 import attrs
@@ -24,6 +24,9 @@ from shardrules.core.errors import ProgramTextError
 _TYPE = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\](\{[^{}]*\})?")
 # The memory that an array is in: 0, or none, is the main memory of the device. bf16[8,128]{1,0:T(8,128)S(1)}
 _SPACE = re.compile(r"S\((\d+)\)")
+# The tiles that an array is kept in, after the order of its dims in memory, the last one first: {1,0:T(8,128)(2,1)}
+_TILE = re.compile(r"T\((\d+(?:,\d+)*)\)")
+_ORDER = re.compile(r"\{([\d,]+)")
 # A layout says how many bits an element is stored in where XLA packs them: s4[5,3]{1,0:E(4)}
 _STORED_BITS = re.compile(r"E\((\d+)\)")
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
@@ -53,6 +56,8 @@ class ArrayType:
     """The bits of an element in memory. Dtypes of fewer than 8 bits take 8, unless XLA packs them."""
     memory_space: int = attrs.field(default=0, eq=False, repr=False)
     """The memory that it is in: 0 is the main memory of the device, 1 a memory beside its cores, 5 the host's."""
+    layout: str = attrs.field(default="", eq=False, repr=False)
+    """Its order in memory, as XLA prints it."""
 
     @property
     def size(self) -> int:
@@ -64,9 +69,43 @@ class ArrayType:
         """The bytes in memory, without the padding of a layout."""
         return -(-self.size * self.bits // 8)
 
+    @functools.cached_property
+    def tile(self) -> tuple[tuple[int, int], ...]:
+        """The tiles in which a TPU keeps it: of its last dims in memory each with its size there, the last one first.
+
+        Those of `bf16[30,64]{1,0:T(8,128)(2,1)}` are 128 elements of dim 1 by 8 of dim 0. See
+        https://openxla.org/xla/tiled_layout.
+        """
+        tile, order = _TILE.search(self.layout), _ORDER.match(self.layout)
+        if tile is None or order is None:
+            return ()
+        sizes = [int(size) for size in reversed(tile[1].split(","))]
+        dims = [int(dim) for dim in order[1].split(",") if dim]
+        return tuple(zip(dims, sizes, strict=False)) if len(sizes) <= len(dims) else ()
+
+    @functools.cached_property
+    def stored_bytes(self) -> int:
+        """The bytes in memory: tiles at the ends are as large as all others."""
+        padded = {dim: -(-self.shape[dim] // size) * size for dim, size in self.tile}
+        return -(-math.prod(padded.get(dim, size) for dim, size in enumerate(self.shape)) * self.bits // 8)
+
+    def piece_bytes(self, sizes: Sequence[int]) -> int:
+        """The bytes of a part of these sizes that are together in memory.
+
+        A row is in as many pieces as tiles, since a tile holds parts of several rows.
+        """
+        if len(self.tile) > 1:
+            (last, width), (dim, height) = self.tile[:2]
+            if sizes[dim] < min(height, self.shape[dim]):
+                return min(sizes[last], width) * max(self.bits, _WORD_BITS) // 8
+        return -(-math.prod(sizes) * self.bits // 8)
+
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
+
+_WORD_BITS = 32
+"""Narrower elements share words with those of the rows beside them."""
 
 LOOP = "while"
 """The operation of a loop."""
@@ -183,6 +222,7 @@ def read_types(text: str) -> tuple[ArrayType, ...]:
             tuple(int(size.strip("<=? ")) for size in sizes.split(",") if size),
             _bits(dtype, layout),
             _space(layout),
+            layout,
         )
         for dtype, sizes, layout in _TYPE.findall(text)
     )

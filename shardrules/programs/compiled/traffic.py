@@ -32,8 +32,8 @@ _TAKE_A_PART = ("slice", "dynamic-slice", "gather")
 _UPDATE_IN_PLACE = ("dynamic-update-slice", "scatter")
 _SAME_BYTES = ("bitcast", "reshape")
 _SAME_ELEMENTS = (*_SAME_BYTES, "bitcast-convert", "convert", "copy", "transpose")
-_COMPUTED_WHERE_USED = (*ELEMENTWISE, "exponential", "log", "logistic", "tanh", "compare")
-"""Operations that a fusion computes only for the elements that are taken later."""
+_COMPUTED_WHERE_USED = (*ELEMENTWISE, "exponential", "log", "logistic", "tanh", "compare", "pad")
+"""Operations that a fusion computes only for the elements that are taken later: of padding it reads none."""
 _MAY_STAY_IN_PLACE = (*_SAME_BYTES, *_UPDATE_IN_PLACE, "convert")
 """Operations whose result may be in the memory of their operand."""
 
@@ -106,15 +106,19 @@ def gathered_bytes(program: CompiledProgram, computation: Computation, instructi
 
 
 def _short_rows_bytes(computation: Computation, instruction: Instruction) -> int:
+    if instruction.op not in ("gather", "scatter"):
+        return 0
+    array = computation.by_name[instruction.operands[0]].types[0]
     if instruction.op == "gather":
         sizes, moved = instruction.dims("slice_sizes"), instruction.types[0].size
-    elif instruction.op == "scatter":
-        update = computation.by_name[instruction.operands[-1]].types[0]
-        sizes, moved = [update.shape[dim] for dim in instruction.dims("update_window_dims")], update.size
     else:
+        update = computation.by_name[instruction.operands[-1]].types[0]
+        window, moved = iter(instruction.dims("update_window_dims")), update.size
+        single = (*instruction.dims("inserted_window_dims"), *instruction.dims("input_batching_dims"))
+        sizes = [1 if dim in single else update.shape[next(window)] for dim in range(len(array.shape))]
+    if array.piece_bytes(sizes) > ROW_BYTES:
         return 0
-    row_bytes = _packed_bytes(instruction.types[0], math.prod(sizes))
-    return sum(_packed_bytes(result, moved) for result in instruction.types) if row_bytes <= ROW_BYTES else 0
+    return sum(_packed_bytes(result, moved) for result in instruction.types)
 
 
 def pass_count(program: CompiledProgram, computation: Computation, instruction: Instruction) -> int:
@@ -193,7 +197,8 @@ class Fusion:
                 if user.op in (*_SAME_ELEMENTS, *_COMPUTED_WHERE_USED) or (
                     elements is not None and user.op in _UPDATE_IN_PLACE
                 ):
-                    pending.append((Value(computation.name, user.name), in_place and user.op in _MAY_STAY_IN_PLACE))
+                    stays = user.op in _MAY_STAY_IN_PLACE or self._copies_in_place(computation, user)
+                    pending.append((Value(computation.name, user.name), in_place and stays))
                 elif user.op == "fusion":
                     called = self._called(user)
                     pairs = zip(user.operands, called.parameters, strict=True)
@@ -224,6 +229,20 @@ class Fusion:
         """The result of the fusion in this one that calls a computation."""
         call = self.program.callers(computation.name)[0]
         return Value(call.caller, call.instruction.name)
+
+    def _copies_in_place(self, computation: Computation, instruction: Instruction) -> bool:
+        """A copy that is an inner fusion by itself, whose result is in the memory of its operand.
+
+        The compiler for TPUs writes so what it reads in other tiles:
+
+            %fusion.1 = bf16[80,64]{1,0:T(8,128)} fusion(%stack), output_to_operand_aliasing={{}: (0, {})}, calls=%copy
+        """
+        if instruction.op != "copy" or computation is self.top or instruction.name != computation.root:
+            return False
+        call = self._call_of(computation)
+        aliases = self.program.instruction(call).attributes.get("output_to_operand_aliasing", "")
+        parameter = computation.by_name[_behind_bitcasts(computation, instruction.operands[0])]
+        return parameter.op == "parameter" and aliases == f"{{{{}}: ({parameter.literal}, {{}})}}"
 
     def _results(self, value: Value) -> Iterator[Value]:
         """Yields the arrays in a value, through tuples of tuples."""
@@ -256,8 +275,10 @@ class Fusion:
         while True:
             computation, instruction = self.program.find(value.computation), self.program.instruction(value)
             operand = instruction.operands[0] if instruction.operands else ""
-            is_same = instruction.op in _SAME_BYTES or (
-                instruction.op == "convert" and _contains(array, computation.by_name[operand].types[0])
+            is_same = (
+                instruction.op in _SAME_BYTES
+                or (instruction.op == "convert" and _contains(array, computation.by_name[operand].types[0]))
+                or self._copies_in_place(computation, instruction)
             )
             source = Value(computation.name, operand) if is_same else self.program.flow.source(value)
             # A parameter of the fusion itself is in memory, and its maker outside of the kernel.
@@ -308,9 +329,9 @@ def _behind_bitcasts(computation: Computation, name: str) -> str:
 
 
 def _bytes(types: Iterable[ArrayType]) -> int:
-    return sum(array.nbytes for array in types)
+    return sum(array.stored_bytes for array in types)
 
 
 def _packed_bytes(array: ArrayType, elements: int) -> int:
-    """The bytes of so many elements of an array."""
-    return -(-elements * array.bits // 8)
+    """The bytes of so many elements of an array, with their share of its padding."""
+    return -(-elements * array.stored_bytes // max(1, array.size))

@@ -25,6 +25,7 @@ MOVES = (
 ELEMENTWISE = (
     *("add", "subtract", "multiply", "divide", "maximum", "minimum", "clamp", "select", "negate", "abs", "sign"),
     *("convert", "round-nearest-even", "round-nearest-afz", "floor", "ceil", "power", "sqrt", "rsqrt"),
+    "reduce-precision",
 )
 """Operations on every element by itself."""
 

@@ -102,4 +102,8 @@ def _kernel_call(equation: Any, values: list[np.ndarray | None]) -> KernelCall:
         None if estimate is None else int(estimate.flops),
         None if estimate is None else int(estimate.bytes_accessed),
         int(np.count_nonzero(mask)) if mask is not None and "splash" in str(name) else None,
+        tuple(
+            tuple(getattr(size, "block_size", 1) for size in block.block_shape)
+            for block in params["grid_mapping"].block_mappings
+        ),
     )

@@ -72,6 +72,12 @@ def _matmul_seconds(matmul: Matmul, hardware: Hardware) -> float:
     if is_attention(matmul):
         return attention_seconds(matmul, hardware)
     return math.fsum(
-        matmul_seconds(product.batch, product.m, product.n, product.k, matmul.dtype, matmul.precision, hardware)
+        matmul_seconds(
+            product.batch,
+            *(product.whole_blocks or (product.m, product.n, product.k)),
+            matmul.dtype,
+            matmul.precision,
+            hardware,
+        )
         for product in matmul.products
     )

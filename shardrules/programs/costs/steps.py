@@ -184,7 +184,7 @@ class StepReader:
         if op == "conditional":
             return [_branch(instruction)]
         if op in _CALLS:
-            return [self._call(instruction)]
+            return [self._call(computation, instruction)]
         if op == "recv":
             return [ReceiveStep(name, _meeting(instruction.text))]
         if op in COPY_STARTS:
@@ -236,11 +236,8 @@ class StepReader:
 
     def _start(self, instruction: Instruction, collectives: list[Collective], *, blocks: bool) -> StartStep:
         tasks = [collective_task(each, self._line_of_collective(each), self.hardware) for each in collectives]
-        task = tasks[0]
-        if len(tasks) > 1:  # one instruction may hold several
-            resources = dict.fromkeys(resource for each in tasks for resource in each.resources)
-            task = attrs.evolve(task, resources=tuple(resources), seconds=sum(each.seconds for each in tasks))
-        return StartStep(instruction.name, task, blocks, _meeting(instruction.text) if instruction.op == "send" else "")
+        meeting = _meeting(instruction.text) if instruction.op == "send" else ""
+        return StartStep(instruction.name, _joined(tasks), blocks, meeting)
 
     def _loop(self, instruction: Instruction) -> LoopStep:
         trips = self.program.flow.trips[instruction.name]
@@ -248,16 +245,29 @@ class StepReader:
         rounds = 1 if trips is None else trips
         return LoopStep(instruction.name, self._line(instruction), instruction.operands[0], body, condition, rounds)
 
-    def _call(self, instruction: Instruction) -> Step:
+    def _call(self, computation: Computation, instruction: Instruction) -> Step:
         called = [
             name for role in ("to_apply", "calls", "called_computations") for name in instruction.references(role)
         ]
         line, is_async = self._line(instruction), instruction.op != "call"
-        collectives = [each for name in called[:1] for each in self.collectives.get(name, ())]
-        # A call that goes on beside the device and has a collective inside is the start of it.
-        if is_async and collectives:
-            return self._start(instruction, collectives, blocks=_blocks(instruction))
+        tasks = self._tasks(called[0]) if is_async else []
+        # A call that goes on beside the device, and does nothing but move data, is the start of that.
+        if tasks:
+            near = self._line_near(computation, instruction)
+            tasks = [attrs.evolve(task, line=task.line or near) for task in tasks]
+            return StartStep(instruction.name, _joined(tasks), _blocks(instruction))
         return CallStep(instruction.name, line, instruction.operands, called[0], is_async)
+
+    def _tasks(self, name: str) -> list[BackgroundTask]:
+        """The collectives and copies of a computation, through calls; none of copies beside kernels."""
+        steps, tasks = list(self.read(name)), list[BackgroundTask]()
+        for step in steps:  # grows while iterated
+            if isinstance(step, StartStep):
+                tasks.append(step.task)
+            elif isinstance(step, CallStep):
+                steps += self.read(step.computation)
+        is_move = not any(isinstance(step, ComputeStep | LoopStep | BranchStep) for step in steps)
+        return tasks if is_move or any(task.kind == "communication" for task in tasks) else []
 
     def _line_of_collective(self, collective: Collective) -> str:
         computation = self.program.find(collective.computation)
@@ -294,6 +304,12 @@ class StepReader:
         if id(stack) not in self._lines:
             self._lines[id(stack)] = stack, user_line(stack)
         return self._lines[id(stack)][1]
+
+
+def _joined(tasks: list[BackgroundTask]) -> BackgroundTask:
+    """What one instruction begins, which may be several collectives."""
+    resources = dict.fromkeys(resource for task in tasks for resource in task.resources)
+    return attrs.evolve(tasks[0], resources=tuple(resources), seconds=sum(task.seconds for task in tasks))
 
 
 def _blocks(instruction: Instruction) -> bool:

@@ -21,8 +21,8 @@ Access: TypeAlias = Literal["copy", "read", "gather"]
 """The use of memory: read and written in order, read in order, or in rows at any positions."""
 
 ROW_BYTES = 512
-"""The rows that are gathered: 128 numbers of 4 bytes, as a TPU holds them together. Larger rows are gathered as fast as
-a whole array is read; smaller ones take a part of what a memory reads at once."""
+"""The pieces that are gathered: 128 numbers of 4 bytes, as a TPU holds them together. Larger ones are gathered as fast
+as a whole array is read; smaller ones take a part of what a memory reads at once."""
 
 _Table = TypeVar("_Table")
 

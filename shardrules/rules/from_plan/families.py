@@ -52,8 +52,9 @@ class Family:
 def families(paths: Sequence[str], placements: Sequence[Hashable]) -> Iterator[Family]:
     """Yields the families of arrays with these paths and placements, in the order of the paths.
 
-    Layers differ in a number. Where some of them have another placement, their family has the patterns of these numbers
-    only, if that is enough to tell them apart; otherwise each of these arrays is a family.
+    Layers differ in a number. Where some of them have another placement than most, their family has the patterns of
+    these numbers only, if that is enough to tell them apart; otherwise each of these arrays is a family. Most have the
+    pattern of any number, which takes the layers that are added, too.
     """
     groups: dict[str, dict[Hashable, list[int]]] = {}
     for position, (path, placement) in enumerate(zip(paths, placements, strict=True)):
@@ -76,12 +77,12 @@ def families(paths: Sequence[str], placements: Sequence[Hashable]) -> Iterator[F
             own_columns = columns[placement]
             others = [columns[other] for other in by_placement if other != placement]
             column = _telling(own_columns, others)
-            if others and column is None and placement != most:
+            if placement != most and column is None:
                 for member in members:
                     yield Family(text, tuple(_NUMBERS.findall(paths[member])), (member,))
                 continue
             numbers = [_number(list(values), place) for values, place in zip(own_columns, places, strict=True)]
-            if others and column is not None:
+            if placement != most and column is not None:
                 numbers[column] = _either(list(own_columns[column]))
             yield Family(text, tuple(numbers), tuple(members))
 

@@ -5,6 +5,7 @@ names in a row (`q_proj/weight`), two with a gap (`attention/.*weight`), and, wh
 it (`^layers/\d+/attention/q_proj/weight$`).
 """
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 
@@ -13,12 +14,16 @@ from shardrules.rules.from_plan.families import Family
 _LEAST = 4
 """Shorter names are written as whole names, `\\bup$`, since longer ones may have them inside. Chosen by hand."""
 
+_LEAST_IN_ROW = 2
+"""Shorter names are whole with other names behind them, too: `\\bv/norm`, but `up/weight`. Chosen by hand."""
+
 LONGEST = 88
 """The characters of a pattern of several names; with `path = ` and quotes a line has 100. Chosen by hand."""
 
 _WORD = re.compile(r"[A-Z]?[a-z]{2,}|[A-Z]{3,}")
-_WORD_ENDS = re.compile(r"(/\.\*|[_/])")
-_WHOLE_WORD = re.compile(r"\([^()]*\)|[^()|]*")  # not a piece of some alternatives
+_ENDS = (re.compile(r"(/\.\*|[_/])"), re.compile(r"(/\.\*|/)"))
+"""What ends a word, and what ends a name."""
+_WHOLE = re.compile(r"\([^()]*\)|[^()|]*")  # not a piece of some alternatives
 _INDEX = r"\d+"
 _NAME_EDGE = re.compile(r"\w")
 
@@ -44,31 +49,50 @@ def candidates(family: Family) -> Iterator[tuple[str, float]]:
             text = run(first, end)
             closing = "$" if end == last else parts[2 * end + 1]
             cost = 1 + 0.5 * (end - first) + 0.1 * (end < last) + _number_cost(text)
-            if len(text) >= _LEAST:
-                yield text, cost
+            if len(text) >= _LEAST and not _opening(names[first], _LEAST_IN_ROW):
+                if not _ends_in_number(text):
+                    yield text, cost
                 yield f"{text}{closing}", cost + 0.15
-            opening = r"\b" if _NAME_EDGE.match(text) else "(^|/)"
-            yield f"{opening}{text}{closing}", cost + 0.3
+            yield f"{_opening(names[first])}{text}{closing}", cost + 0.3
             yield f"(^|/){text}{closing}", cost + 0.5
             # What follows a word of the first name: `_proj/weight`.
             for cut in re.finditer("_", names[first]) if end == last else ():
                 if 0 < cut.start() < len(names[first]) - 3 and "(" not in names[first]:
                     tail = text[cut.start() :]
-                    yield tail, cost + 0.2
+                    if not _ends_in_number(tail):
+                        yield tail, cost + 0.2
                     yield f"{tail}$", cost + 0.35
         for begin in range(first + 2, last + 1):
-            if names[begin] != _INDEX and begin >= last - 1:
-                opening = "" if len(names[first]) >= _LEAST else r"\b" if _NAME_EDGE.match(names[first]) else "(^|/)"
-                text = f"{opening}{names[first]}{parts[2 * first + 1]}.*{run(begin, last)}"
+            if names[begin] != _INDEX and not names[begin].isdecimal() and begin >= last - 1:
+                least = _LEAST if begin == last else _LEAST_IN_ROW
+                opening, inner = _opening(names[first], _LEAST), _opening(names[begin], least)
+                text = f"{opening}{names[first]}{parts[2 * first + 1]}.*{inner}{run(begin, last)}"
                 cost = 2 + 0.5 * (last - begin) + _number_cost(text)
-                yield text, cost
+                if not _ends_in_number(text):
+                    yield text, cost
                 yield f"{text}$", cost + 0.15
     yield f"^{run(0, last)}$", 1.6 if not last else 3 + 0.5 * last + _number_cost(run(0, last))
     if last and names[0] != _INDEX:
         yield f"^{names[0]}{parts[1]}", 2.0
-        if names[last] != _INDEX and last > 1:
-            opening = "" if len(names[last]) >= _LEAST else r"\b" if _NAME_EDGE.match(names[last]) else "(^|/)"
-            yield f"^{names[0]}{parts[1]}.*{opening}{names[last]}$", 2.6 + _number_cost(names[last])
+        for begin in range(max(2, last - 1), last + 1):
+            if names[begin] != _INDEX:
+                least, text = _LEAST if begin == last else _LEAST_IN_ROW, run(begin, last)
+                yield (
+                    f"^{names[0]}{parts[1]}.*{_opening(names[begin], least)}{text}$",
+                    2.6 + 0.5 * (last - begin) + _number_cost(text),
+                )
+
+
+def _opening(name: str, least: float = math.inf) -> str:
+    """What a pattern that begins with a name begins with, for names of `least` characters and more nothing."""
+    if len(name) >= least and not name.isdecimal():
+        return ""
+    return r"\b" if _NAME_EDGE.match(name) else "(^|/)"
+
+
+def _ends_in_number(text: str) -> bool:
+    """Whether a longer number may follow: `blocks/1` is in `blocks/11`."""
+    return text[-1:].isdecimal() or text.endswith(")")
 
 
 def _number_cost(text: str) -> float:
@@ -90,22 +114,24 @@ def joined(patterns: Sequence[str]) -> str:
 
 
 def _common(texts: Sequence[str], *, needs_group: bool) -> str:
-    """The texts as alternatives; those that differ in one word have the others once."""
-    parts, merged = list(texts), _merged(texts)
-    while len(merged) < len(parts):
-        parts, merged = merged, _merged(merged)
+    """The texts as alternatives; those that differ in one word, or in one name, have the others once."""
+    parts = list(texts)
+    for ends in _ENDS:
+        merged = _merged(parts, ends)
+        while len(merged) < len(parts):
+            parts, merged = merged, _merged(merged, ends)
     return f"({'|'.join(parts)})" if needs_group and len(parts) > 1 else "|".join(parts)
 
 
-def _merged(texts: Sequence[str]) -> list[str]:
+def _merged(texts: Sequence[str], ends: re.Pattern[str]) -> list[str]:
     """The texts, with one for those that differ in one word, as far as one word is not all of them."""
     rest, parts = list(texts), []
     while rest:
         groups: dict[tuple[int, tuple[str, ...]], list[tuple[str, str]]] = {}
         for text in rest:
-            words = _WORD_ENDS.split(text)
+            words = ends.split(text)
             for place in range(0, len(words), 2) if len(words) > 1 else ():
-                if _WHOLE_WORD.fullmatch(words[place]):
+                if _WHOLE.fullmatch(words[place]):
                     frame = (*words[:place], "", *words[place + 1 :])
                     groups.setdefault((place, frame), []).append((words[place], text))
         (place, frame), members = max(
@@ -113,6 +139,9 @@ def _merged(texts: Sequence[str]) -> list[str]:
         )
         if len(members) < 2:
             return parts + rest
-        parts.append("".join((*frame[:place], f"({'|'.join(word for word, _ in members)})", *frame[place + 1 :])))
+        words = dict.fromkeys(
+            word for text, _ in members for word in text.removeprefix("(").removesuffix(")").split("|")
+        )
+        parts.append("".join((*frame[:place], f"({'|'.join(words)})", *frame[place + 1 :])))
         rest = [text for text in rest if text not in [member for _, member in members]]
     return parts

@@ -17,6 +17,7 @@ from shardrules.core.spec import canonical
 from shardrules.rules.from_plan.families import Family, exact, samples
 from shardrules.rules.from_plan.patterns import LONGEST, candidates, joined
 from shardrules.rules.from_plan.values import Value, gives, placement, rule_values
+from shardrules.rules.fsdp import FSDPShardingRule
 
 EVERYTHING = ".*"
 """The pattern of the rule at the end."""
@@ -27,11 +28,14 @@ _STARTS = 3
 _HIDDEN = 10.0
 """The words that a reader has to guess where a rule stands for a single spec. Chosen by hand."""
 
-_SPLIT_REST = 3.0
-"""The words that a list is better off with than with a last spec that splits all that is left. Chosen by hand."""
+_SPLIT_REST = 6.0
+"""The words that a list is better off with than with a last value that splits all that is left. Chosen by hand."""
 
 _CAUTION = (1.0, 3.0)
 """What it counts, beside an array that a pattern sets right, that it sets another one wrong. Chosen by hand."""
+
+_MOST_PARTS = 3
+"""With more names at the top, none is searched first: they are parts of a model, not arguments. Chosen by hand."""
 
 _MOST_FAMILIES = 400
 """With more families, as where layers have specs by chance, each gets a pattern of its own. Chosen by hand."""
@@ -66,6 +70,14 @@ class _Choices:
     def everything(self) -> int:
         return (1 << len(self.paths)) - 1
 
+    def parts(self) -> tuple[int, ...]:
+        """All arrays, and those below each name at the top where there are few, as of parameters and of state."""
+        names = [path.partition("/")[0] for path in self.paths]
+        groups = {
+            name: sum(1 << bit for bit, other in enumerate(names) if other == name) for name in dict.fromkeys(names)
+        }
+        return (self.everything, *(groups.values() if 1 < len(groups) <= _MOST_PARTS else ()))
+
     def right(self, entries: Sequence[Entry]) -> int:
         """The arrays that a list, the top first, sets right."""
         rest, right = self.everything, 0
@@ -75,9 +87,9 @@ class _Choices:
         return right
 
     def cost(self, entries: Sequence[Entry]) -> float:
-        # Arrays that come later may have no dimension that the last spec splits: they had better be whole.
+        # Arrays that come later may have no dimension that the last value splits: they had better be whole.
         last = self.values[entries[-1].value_index][0]
-        is_whole = not isinstance(last, PartitionSpec) or last == PartitionSpec() or not self.has_whole
+        is_whole = isinstance(last, FSDPShardingRule) or last == PartitionSpec() or not self.has_whole
         rest, cost = self.everything, 0.0 if is_whole else _SPLIT_REST
         for entry in entries:
             members, rest = rest & entry.matches, rest & ~entry.matches
@@ -87,16 +99,20 @@ class _Choices:
             cost += 2 + entry.cost + words + (0 if is_spec else _HIDDEN)
         return cost
 
-    def extended(self, last: int, caution: float, value_count: int) -> list[Entry]:
-        """A list that ends with a value for everything, and sets all arrays right by the first values."""
+    def extended(self, last: int, caution: float, value_count: int, part: int) -> list[Entry]:
+        """A list that ends with a value for everything, and sets all arrays right by the first values.
+
+        The arrays of `part` come first, and above them what else there is: the state below the parameters.
+        """
         entries = [Entry((EVERYTHING,), 0.0, last, self.everything)]
         right = self.suits[last]
-        while wrong := self.everything & ~right:
-            best = max(self._steps(right, wrong, caution, value_count), default=None, key=lambda step: step[0])
-            entry = best[1] if best is not None and best[0] > 0 else self._single(wrong)
-            entries.insert(0, entry)
-            suits = self.suits[entry.value_index]
-            right = (right & ~entry.matches) | (entry.matches & suits)
+        for scope in dict.fromkeys((part, self.everything)):
+            while wrong := scope & ~right:
+                steps = self._steps(scope & right, wrong, caution, value_count)
+                best = max(steps, default=None, key=lambda step: step[0])
+                entry = best[1] if best is not None and best[0] > 0 else self._single(wrong)
+                entries.insert(0, entry)
+                right = (right & ~entry.matches) | (entry.matches & self.suits[entry.value_index])
         return entries
 
     def _steps(self, right: int, wrong: int, caution: float, value_count: int) -> Iterator[tuple[float, Entry]]:
@@ -239,8 +255,8 @@ def shortest(
     lists: list[list[Entry]] = []
     for value_count in dict.fromkeys((spec_count, len(choices.values))):
         own_starts = [*whole, *[start for start in starts if start < value_count][:_STARTS]]
-        for start, caution in itertools.product(dict.fromkeys(own_starts), _CAUTION):
-            lists.append(choices.shortened(choices.extended(start, caution, value_count)))
+        for start, caution, part in itertools.product(dict.fromkeys(own_starts), _CAUTION, choices.parts()):
+            lists.append(choices.shortened(choices.extended(start, caution, value_count, part)))
     best = min(lists, key=choices.cost)
 
     def first(pattern: str) -> int:

@@ -70,6 +70,11 @@ def test_a_plan_is_written_as_rules(code: str, tmp_path: Path, capsys: pytest.Ca
     written = file.read_text()
     assert run(code, "loss", *words) == 2
     assert "rules.toml exists: --force replaces what is there" in capsys.readouterr().err
+    assert run(code, "loss", "--batch", "float32[64,16]", "--rules-out", str(tmp_path / "rules.json")) == 2
+    assert "rules.json: rules are read from .toml files; name one" in capsys.readouterr().err
+    one = str(tmp_path / "one.toml")
+    assert run(code, "loss", "--batch", "float32[64,16]", "--rules-out", one, "-o", one) == 2
+    assert "one.toml: name two" in capsys.readouterr().err
     file.write_text("")
     assert run(code, "loss", *words, "--force") == 0
     assert file.read_text() == written

@@ -12,6 +12,8 @@ from shardrules.programs.compiled.kernel_costs import KernelCall, KernelFacts
 from shardrules.programs.compiled.kernels import find_kernels
 from shardrules.programs.compiled.program import CompiledProgram, read_program
 from shardrules.programs.compiled.text import read_instruction
+from shardrules.programs.costs.kernels import flops_part
+from shardrules.programs.costs.matmul import matmul_seconds
 
 BATCH, HEADS, LENGTH, SIZE = 2, 4, 2048, 128
 MATMUL = 2 * BATCH * HEADS * LENGTH * LENGTH * SIZE
@@ -93,6 +95,46 @@ def test_ragged_matmuls_count_each_row_once() -> None:
         ("s32[8]; bf16[512,256]; bf16[512,128]", "bf16[8,256,128]"),
     ):
         assert total_flops(find_matmuls(program("gmm", operands, result))) == 2 * 512 * 256 * 128
+
+
+RAGGED = [  # operands, result, blocks of rows, of the other side and of the result, the sizes in whole blocks
+    (
+        "s32[8]; bf16[512,256]; bf16[8,256,192]",
+        "bf16[512,192]",
+        ((64, 256), (1, 256, 128), (64, 128)),
+        (512 + 7 * 64, 256, 256),
+    ),
+    (
+        "s32[8]; bf16[512,200]; bf16[8,192,200]",
+        "bf16[512,192]",
+        ((64, 128), (1, 128, 128), (64, 128)),
+        (512 + 7 * 64, 256, 256),
+    ),
+    (
+        "s32[8]; bf16[512,256]; bf16[512,192]",
+        "bf16[8,256,192]",
+        ((64, 256), (64, 128), (1, 256, 128)),
+        (256, 256, 512 + 7 * 64),
+    ),
+]
+
+
+@pytest.mark.parametrize(("operands", "result", "blocks", "sizes"), RAGGED)
+def test_ragged_matmuls_take_as_long_as_whole_blocks(
+    operands: str, result: str, blocks: tuple[tuple[int, ...], ...], sizes: tuple[int, int, int]
+) -> None:
+    text = program("gmm", operands, result)
+    (call,) = [each for each in text.entry_computation.instructions if each.op == "custom-call"]
+    shapes = tuple(operand.shape for operand in text.entry_computation.operand_types(call))
+    mine = KernelCall("kernel", shapes, tuple(each.shape for each in call.types), block_shapes=blocks)
+    (matmul,), (bare,) = (find_matmuls(text, KernelFacts((), calls)) for calls in ([mine], []))
+    (product,) = matmul.products
+    assert product.whole_blocks == sizes
+    assert matmul.flops == bare.flops, "what is multiplied besides is no work"
+    v5p = sr.Hardware.named("tpu:v5p")
+    (kernel,), (whole,) = (find_kernels(text, [each]) for each in (matmul, bare))
+    m, n, k = sizes
+    assert flops_part(kernel, v5p) == matmul_seconds(1, m, n, k, "bf16", "default", v5p) > flops_part(whole, v5p)
 
 
 ESTIMATE = {"custom_call_config": {"cost_estimate": {"flops": "123", "bytes_accessed": "4096"}}}

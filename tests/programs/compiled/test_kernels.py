@@ -1,5 +1,6 @@
 """Kernels of real programs beside closed forms and XLA's own counts, and rare forms as XLA prints them."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -132,8 +133,8 @@ def test_an_embedding_reads_only_the_selected_rows(target: str) -> None:
 def test_a_scatter_reads_and_writes_only_the_selected_rows(target: str) -> None:
     rows = (50_000, 256), abstract((64,), jnp.int32), (64, 256)
     all_kernels = kernels(target, lambda table, start, more: table.at[start].add(more), *rows, donate=(0,))
-    update = 64 * 256 * 4
-    assert (all_kernels[-1].read_bytes, all_kernels[-1].written_bytes) == (2 * update + 64 * INDEX, update)
+    update, indices = 64 * 256 * 4, (128 if target == TPU else 64) * INDEX
+    assert (all_kernels[-1].read_bytes, all_kernels[-1].written_bytes) == (2 * update + indices, update)
 
 
 @on_all
@@ -165,8 +166,9 @@ def test_tpu_prefetches_count_where_they_are_used() -> None:
     (kernel,) = kernels_of(read_program(text))
     (case,) = [form for form in CLOSED_FORMS if form.name == "column then row"]
     _, args, _ = case.build(mesh_on(TPU, case.axes))
-    up, down, x = (jnp.prod(jnp.array(argument.sharding.shard_shape(argument.shape))) * 4 for argument in args)
-    assert (kernel.read_bytes, kernel.written_bytes) == (up + down + x, x)
+    up, down, x = (math.prod(argument.sharding.shard_shape(argument.shape)) * 4 for argument in args)
+    # Both weights have a dim of 128, which is a tile; the input and the result have 64 of one.
+    assert (kernel.read_bytes, kernel.written_bytes) == (up + down + 2 * x, 2 * x)
 
 
 @on_all
@@ -344,6 +346,19 @@ def test_only_libraries_have_scratch_memory() -> None:
                ROOT %d = f64[64,8] dynamic-update-slice(%b, %v, %j, %z)""",
             (X + 4, 2 * X),
         ),
+        # Of what is padded the elements that are used.
+        (
+            """%o = f32[] constant(0); %w = f32[66,8] pad(%p, %o), padding=1_1x0_0
+               ROOT %s = f32[1,8] dynamic-slice(%w, %j, %z), dynamic_slice_sizes={1,8}""",
+            (ROW + 4, ROW),
+        ),
+        ("%o = f32[] constant(0); ROOT %w = f32[66,8] pad(%p, %o), padding=1_1x0_0", (X, X + 2 * ROW)),
+        # A rounded update.
+        (
+            """%n = f32[1,8] reduce-precision(%u), exponent_bits=8, mantissa_bits=7
+               ROOT %d = f32[64,8] dynamic-update-slice(%p, %n, %j, %z)""",
+            (4, ROW),
+        ),
         # Several results, one updated in place.
         (
             """%s = f32[1,8] dynamic-slice(%p, %j, %z), dynamic_slice_sizes={1,8}; %n = f32[1,8] negate(%s)
@@ -370,6 +385,27 @@ def test_fusions_in_fusions_are_one_kernel() -> None:
         "%n = f32[1,8] negate(%s1); ROOT %w = f32[64,8] fusion(%b, %n, %j), kind=kLoop, calls=%h"
     )
     assert moved(only(CALL, inner + fused(outer))) == (ROW + 4, ROW)
+
+
+@pytest.mark.parametrize(
+    ("aliasing", "expected"),
+    [
+        (", output_to_operand_aliasing={{}: (0, {})}", (4, ROW)),
+        # In other memory than its operand it is a copy.
+        ("", (X + 4, X)),
+    ],
+)
+def test_updates_of_arrays_in_other_tiles_move_only_the_update(aliasing: str, expected: tuple[int, int]) -> None:
+    """As the compiler for TPUs writes them: the array is copied into other tiles, without leaving its memory."""
+    inner = (
+        "%g (q: f32[64,8]) -> f32[64,8] {\n  %q = f32[64,8]{1,0:T(16,128)} parameter(0)\n"
+        "  ROOT %c = f32[64,8]{1,0:T(8,128)} copy(%q)\n}\n\n"
+    )
+    outer = (
+        f"%b = f32[64,8] fusion(%p), kind=kLoop{aliasing}, calls=%g; "
+        "ROOT %d = f32[64,8] dynamic-update-slice(%b, %u, %j, %z)"
+    )
+    assert moved(only(CALL, inner + fused(outer))) == expected
 
 
 def test_a_collective_inside_a_fusion_is_not_counted() -> None:
@@ -400,7 +436,8 @@ def test_a_collective_inside_a_fusion_is_not_counted() -> None:
         (
             (
                 "  %u = f32[1,8] constant({...})\n  %y = f32[64,8] constant({...})\n"
-                "  ROOT %s = (f32[64,8], f32[64,8]) scatter(%x, %y, %i, %u, %u), to_apply=%add\n"
+                "  ROOT %s = (f32[64,8], f32[64,8]) scatter(%x, %y, %i, %u, %u), "
+                "update_window_dims={0,1}, to_apply=%add\n"
             ),
             3 * 8 * 4 + 4,
             2 * 8 * 4,

@@ -45,6 +45,24 @@ def test_types_are_read_with_their_bytes(text: str, types: tuple[ArrayType, ...]
     assert sum(array.nbytes for array in types) == nbytes
 
 
+@pytest.mark.parametrize(
+    ("text", "tile", "stored"),
+    [
+        ("bf16[30,200]{1,0:T(8,128)(2,1)}", ((1, 128), (0, 8)), 32 * 256 * 2),
+        ("f32[30,200]{0,1:T(8,128)S(1)}", ((0, 128), (1, 8)), 128 * 200 * 4),
+        ("f32[3,2,6,128]{3,1,2,0:T(8,128)}", ((3, 128), (1, 8)), 3 * 8 * 6 * 128 * 4),
+        ("s32[1000]{0:T(1024)}", ((0, 1024),), 4096),
+        # A tile of more dims than the array has is that of another shape.
+        ("f32[]{:T(128)}", (), 4),
+        ("f32[30]{0:T(8,128)}", (), 120),
+        ("f32[30,200]{1,0}", (), 24_000),
+    ],
+)
+def test_tiles_are_read_from_layouts(text: str, tile: tuple[tuple[int, int], ...], stored: int) -> None:
+    (array,) = read_types(text)
+    assert (array.tile, array.stored_bytes) == (tile, stored)
+
+
 def test_types_print_as_xla_writes_them() -> None:
     assert str(ArrayType("f32", (2, 3), 32)) == "f32[2,3]"
 

@@ -93,8 +93,8 @@ def test_estimates_and_names_are_kept() -> None:
 
     kernels = calls(jax.jit(fn), x)
     assert kernels == {
-        "double": KernelCall("double", ((8, 128),), ((8, 128),), 77, 88),
-        "mine": KernelCall("mine", ((8, 128),), ((8, 128),)),
+        "double": KernelCall("double", ((8, 128),), ((8, 128),), 77, 88, block_shapes=((8, 128), (8, 128))),
+        "mine": KernelCall("mine", ((8, 128),), ((8, 128),), block_shapes=((8, 128), (8, 128))),
     }
 
 

@@ -105,8 +105,29 @@ def test_short_rows_at_any_positions_take_longer(width: int, access: str) -> Non
     expected = traffic_seconds(kernel.gathered_bytes, H100, "gather") + traffic_seconds(in_order, H100)
     assert seconds == pytest.approx(expected)
     update = f"  %u = f32[4096,{width}] parameter(2)\n  ROOT %g = f32[100000,{width}] scatter(%t, %i, %u), "
-    scatter, _ = run_alone(lines + update + "update_window_dims={1}, to_apply=%add", H100)
+    scatter, _ = run_alone(lines + update + "update_window_dims={1}, inserted_window_dims={0}, to_apply=%add", H100)
     assert scatter.gathered_bytes == (2 * size if access == "gather" else 0)
+
+
+@pytest.mark.parametrize(
+    ("table", "layout", "sizes", "is_short"),
+    [
+        # A row has a piece in each of its tiles, as long as it may be.
+        ("bf16[100000,4096]", "{1,0:T(8,128)(2,1)}", "{1,4096}", True),
+        ("f32[100000,4096]", "{1,0:T(8,128)}", "{1,4096}", True),
+        ("f32[4096,100000]", "{0,1:T(8,128)}", "{4096,1}", True),
+        # Several rows that are whole tiles, and rows of arrays without tiles.
+        ("f32[100000,8,4096]", "{2,1,0:T(8,128)}", "{1,8,4096}", False),
+        ("f32[100000,4,4096]", "{2,1,0:T(8,128)}", "{1,4,4096}", False),
+        ("f32[100000,4096]", "{1,0}", "{1,4096}", False),
+    ],
+)
+def test_rows_of_tiles_are_gathered_in_pieces(table: str, layout: str, sizes: str, is_short: bool) -> None:
+    lines = f"  %t = {table}{layout} parameter(0)\n  %i = s32[512,1] parameter(1)\n"
+    width = table[table.index("[") + 1 : -1].replace("100000,", "").replace(",100000", "")
+    result = f"{table.partition('[')[0]}[512,{width}]"
+    kernel, _ = run_alone(f"{lines}  ROOT %g = {result} gather(%t, %i), slice_sizes={sizes}", V5E)
+    assert kernel.gathered_bytes == (2 * kernel.written_bytes if is_short else 0)
 
 
 def test_what_only_reads_is_faster_than_a_copy() -> None:
@@ -164,6 +185,14 @@ def test_cycles_of_a_large_matmul_match_the_one_that_was_measured() -> None:
     (matmul,) = find_kernels(program, find_matmuls(program))
     assert [each.products for each in matmul.matmuls] == [(Product(1, 8192, 8192, 8192),)]
     assert 2 * 8192**3 / kernel_seconds(matmul, V6E) == pytest.approx(827e12, rel=0.01)
+
+
+@pytest.mark.parametrize("cycles", ["9223372036854775807", "0", "-1"])
+def test_estimates_that_say_nothing_are_none(cycles: str) -> None:
+    program = read_program(LARGE_MATMUL.replace("2337656", cycles))
+    (matmul,) = find_kernels(program, find_matmuls(program))
+    assert matmul.estimated_cycles == 0
+    assert kernel_seconds(matmul, V6E) == pytest.approx(2 * 8192**3 / 827e12, rel=0.02)
 
 
 @pytest.mark.slow

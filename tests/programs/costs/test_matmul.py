@@ -100,6 +100,24 @@ def test_tiles_are_filled() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("sizes", "cycles"),
+    [
+        ((65_536, 2_816, 1, 8), 7_210_076),
+        ((65_536, 1, 8, 2_816), 4_181_965),
+        ((16_384, 1_024, 1, 64), 2_231_093),
+        ((16_384, 1, 64, 1_024), 1_972_191),
+        ((8_192, 512, 1, 8), 195_525),
+        ((8_192, 1, 8, 512), 131_263),
+    ],
+)
+def test_products_with_vectors_take_what_their_compiler_expects(sizes: tuple[int, ...], cycles: int) -> None:
+    """Cycles that libtpu 0.0.42.1 prints for a v7x, within a factor of two."""
+    v7x = sr.Hardware.named("tpu:v7x")
+    expected = cycles / 2.2e9
+    assert expected / 2 < seconds(*sizes, hardware=v7x) < 2 * expected
+
+
 def test_a_block_is_loaded_first() -> None:
     tiled, far = attrs.evolve(ROUND, matmul_tile=128), attrs.evolve(ROUND, memory_bytes_per_second=1e30)
     fill = 1.3e-6

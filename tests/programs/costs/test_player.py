@@ -201,6 +201,24 @@ def test_another_stream_runs_beside_the_kernels() -> None:
     assert dict(schedule.resources) == close({"other stream": 5})
 
 
+def test_collectives_of_another_core_take_links_as_others_do() -> None:
+    """As the compiler for TPUs writes what their SparseCores do: a computation that calls another one."""
+    moved = blocking("c", 5, channel=9).replace("  %c =", "  ROOT %c =").replace(f", {at(2)}", "")
+    called = f"%f () -> f32[5] {{\n{moved}}}\n\n%g () -> f32[5] {{\n  ROOT %r = f32[5]{{0}} call(), to_apply=%f\n}}\n\n"
+    entry = (
+        f'  %s = ((), f32[5]{{0}}) async-start(), async_execution_thread="sparsecore", calls=%g, {at(7)}\n'
+        + start("t", 4)
+        + kernel("k", 6)
+        + done("e", "t", 4)
+        + "  %d = f32[5]{0} async-done(%s)\n"
+    )
+    schedule = play(entry, called)
+    assert parts(schedule) == close((9, 6, 9, 3)), "both take the same link, one after the other"
+    assert dict(schedule.resources) == close({"links": 9})
+    sent = {line.line.rpartition(":")[2]: line.communication_seconds for line in schedule.lines}
+    assert sent == close({"1": 0, "2": 4, "7": 5})
+
+
 PAIRS = '_xla_send_recv_source_target_pairs="{{0,1},{1,0}}"'
 SLICES = (
     '_xla_host_transfer_rendezvous="all-gather.1_0",_xla_megascale_target={{100000->100001}},'

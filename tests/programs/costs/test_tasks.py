@@ -127,6 +127,34 @@ def test_kernels_of_another_stream_that_reach_the_host_are_copies(source: str, t
     assert (schedule.time.seconds, schedule.time.copy_seconds) == close((20, 5))
 
 
+@pytest.mark.parametrize(
+    ("stack", "row", "made", "resource"),
+    [
+        ("5", "0", "f32[1,10] dynamic-slice(%p, %i, %i), dynamic_slice_sizes={1,10}", "from host"),
+        ("5", "0", "f32[4,10] dynamic-update-slice(%p, %q, %i, %i)", "to host"),
+    ],
+)
+def test_parts_that_go_to_the_host_and_back_beside_kernels(stack: str, row: str, made: str, resource: str) -> None:
+    """As the compiler for TPUs writes them: a computation of its own that runs beside the device."""
+    shapes = {"f32[4,10]": f"f32[4,10]{{1,0:S({stack})}}", "f32[1,10]": f"f32[1,10]{{1,0:S({row})}}"}
+    result = made.split()[0]
+    called = (
+        f"%f (p: f32[4,10], q: f32[1,10], i: s32[]) -> {result} {{\n  %p = {shapes['f32[4,10]']} parameter(0)\n"
+        f"  %q = {shapes['f32[1,10]']} parameter(1)\n  %i = s32[] parameter(2)\n"
+        f"  ROOT %r = {made.replace(result, shapes[result], 1)}\n}}\n\n"
+    )
+    entry = (
+        f"  %x = {shapes['f32[4,10]']} constant({{...}})\n  %y = {shapes['f32[1,10]']} constant({{...}})\n"
+        f"  %z = s32[] constant(0)\n"
+        f"  %s = ((f32[4,10], f32[1,10], s32[]), {shapes[result]}, u32[]) async-start(%x, %y, %z), calls=%f\n"
+        + kernel("k", 15)
+        + f"  %d = {shapes[result]} async-done(%s)\n"
+    )
+    schedule = play(entry, called, hardware=PCIE)
+    assert dict(schedule.resources) == close({resource: 20})
+    assert (schedule.time.seconds, schedule.time.compute_seconds, schedule.time.copy_seconds) == close((20, 15, 5))
+
+
 def test_kernels_that_read_a_number_of_the_host_stay_kernels() -> None:
     entry = "  %x = f32[10]{0} constant({...})\n  %c = f32[]{:S(5)} constant(2)\n"
     fused = "%f (p: f32[10], q: f32[]) -> f32[10] {\n  %p = f32[10]{0} parameter(0)\n  %q = f32[]{:S(5)} parameter(1)\n"

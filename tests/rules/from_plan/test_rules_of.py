@@ -51,8 +51,11 @@ def plan_of(specs: Any, tree: Any, mesh: AnyMesh | None = MESH) -> sr.ShardingPl
         ([r"\bwq$", r"\bwk$"], r"\b(wq|wk)$"),
         ([r"\bup$", "bias"], r"\bup$|bias"),
         (["mu/.*up", "nu/.*up", "mu/.*down", "nu/.*down"], "(mu|nu)/.*(up|down)"),
-        (["a/(0|1)/w", "a/(2|3)/w"], "a/((0|1)|(2|3))/w"),
-        (["(a_b|c)/w", "(a_d|c)/w"], "(a_b|c)/w|(a_d|c)/w"),
+        (["a/(0|1)/w", "a/(2|3)/w"], "a/(0|1|2|3)/w"),
+        (["(a_b|c)/w", "(a_d|c)/w"], "(a_b|c|a_d)/w"),
+        (["o_proj/w", "down/w", "norm"], "(o_proj|down)/w|norm"),
+        (["q_proj/w", "k_proj/w", "up/w"], "(q|k)_proj/w|up/w"),
+        (["^0/.*o_proj/w$", "^0/.*down/w$"], "^0/.*(o_proj|down)/w$"),
     ],
 )
 def test_several_patterns_are_one(patterns: list[str], text: str) -> None:
@@ -168,9 +171,39 @@ def test_fully_sharded_plans_are_one_rule() -> None:
 
 
 def test_a_dimension_from_the_end_is_one_rule_for_stacked_and_single_layers() -> None:
-    tree = {"stack": {"up": f32(6, 8, 16)}, "last": {"up": f32(32, 16)}, "bias": f32(16), "norm": f32(3)}
-    specs = {"stack": {"up": P(None, None, "model")}, "last": {"up": P(None, "model")}, "bias": P("model"), "norm": P()}
-    assert pairs(plan_of(specs, tree)) == (("norm", P()), (".*", sr.DimShardingRule("model", -1)))
+    tree = {"stack": {"up": f32(6, 8, 16)}, "first": {"up": f32(64, 16)}, "last": {"up": f32(32, 16)}, "bias": f32(16)}
+    last = {"up": P(None, "model")}
+    specs = {"stack": {"up": P(None, None, "model")}, "first": last, "last": last, "bias": P("model")}
+    assert pairs(plan_of(specs, tree)) == ((".*", sr.DimShardingRule("model", -1)),)
+
+
+def test_what_is_left_is_whole_where_something_is() -> None:
+    shapes, specs = layer(P("data", "model"), P("model", "data"))
+    tree = {"layers": [shapes] * 3, "norm": {"scale": f32(16)}}
+    written = pairs(plan_of({"layers": [specs] * 3, "norm": {"scale": P()}}, tree))
+    assert written[-1] == (".*", P())
+    later = sr.RegexShardingRule(written).plan({**tree, "steps": f32(), "ema_norm": {"scale": f32(3)}}, MESH).check()
+    assert later.decision("steps").applied_spec == P()
+
+
+@pytest.mark.parametrize("count", [3, 4, 12])
+def test_a_layer_that_differs_is_named_and_not_all_the_others(count: int) -> None:
+    last = count - 1
+    tree = {"layers": [{"weight": f32(16, 16), "bias": f32(16)} for _ in range(count)], "out": f32(16, 16)}
+    layers = [{"weight": P("model"), "bias": P() if index == last else P("data")} for index in range(count)]
+    written = pairs(plan_of({"layers": layers, "out": P()}, tree))
+    assert (f"layers/{last}/bias", P()) in written
+    assert not any("|" in pattern for pattern, _ in written)
+
+
+def test_numbers_and_single_letters_are_whole_names() -> None:
+    tree = {"layers": [{"blocks": [f32(8, 8), f32(8, 8)], "v": {"norm": f32(8, 8)}, "mv": {"norm": f32(8, 8)}}] * 2}
+    specs = {"blocks": [P("data"), P("model")], "v": {"norm": P("model")}, "mv": {"norm": P()}}
+    written = sr.RegexShardingRule(pairs(plan_of({"layers": [specs] * 2}, tree)))
+    longer = {"layers": [{"blocks": [f32(8, 8)] * 12, "conv": {"norm": f32(8, 8)}}] * 2}
+    again = written.plan(longer, MESH)
+    assert again.decision("layers/0/blocks/1").applied_spec != again.decision("layers/0/blocks/11").applied_spec
+    assert again.decision("layers/0/conv/norm").applied_spec == P()
 
 
 class Moments(NamedTuple):
@@ -199,6 +232,20 @@ def test_state_that_is_split_further_takes_rules_of_its_own() -> None:
     written = pairs(both)
     assert len(written) == 6
     assert ("^1/.*norm$", P("data")) in written
+
+
+def test_parameters_come_below_the_state_that_is_split_further() -> None:
+    shapes, specs = layer(P(None, "model"), P("model"))
+    params, param_specs = (
+        {"layers": [shapes] * 3, "head": f32(16, 64)},
+        {"layers": [specs] * 3, "head": P(None, "model")},
+    )
+    zero = sr.SpecTreeShardingRule(param_specs) | sr.FSDPShardingRule("data", min_size_mb=0)
+    split = zero.plan(params, MESH).specs
+    both = plan_of((param_specs, Moments(split, split, P())), (params, Moments(params, params, f32())))
+    written = pairs(both)
+    assert len(written) <= 7
+    assert all(len(pattern) < 40 for pattern, _ in written)
 
 
 def test_fields_of_named_tuples_are_named_in_any_path_style() -> None:

@@ -157,7 +157,9 @@ def alternative_text(alternative: Alternative | None) -> str:
         return "no other layout fits"
     wire = f"{'+' if alternative.wire_bytes >= 0 else '-'}{bytes_text(abs(alternative.wire_bytes))} on the wire"
     peak = f"{'+' if alternative.peak_bytes >= 0 else '-'}{bytes_text(abs(alternative.peak_bytes))} of memory"
-    return f"next best: {spec_repr(alternative.spec)}, {1000 * alternative.seconds:+.3g} ms, {wire}, {peak}"
+    # Chosen by hand: no device takes so little time for anything.
+    time = "as fast" if abs(alternative.seconds) < 1e-8 else f"{1000 * alternative.seconds:+.3g} ms"
+    return f"next best: {spec_repr(alternative.spec)}, {time}, {wire}, {peak}"
 
 
 def array_uses(problem: Problem, choice: Sequence[int], argument_index: int) -> tuple[ArrayUse, ...]:
