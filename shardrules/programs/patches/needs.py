@@ -81,6 +81,8 @@ class _Value:
     spec: PartitionSpec | None = None
     marks: tuple[int, ...] = ()
     has_matmul: bool = False
+    enters: bool = False
+    """The value comes into a loop, which may be in another layout than before."""
 
 
 @final
@@ -238,7 +240,9 @@ class _Walk:
             self.use(value, spec)
 
     def moves(self, instance: _Instance) -> bool:
-        """Returns whether the value has another spec than before the mark."""
+        """Returns whether the value has another spec than before the mark, or comes into a loop."""
+        if instance.value.enters and not instance.value.marks:
+            return True
         before = self.instances[instance.value.marks[-1]].spec if instance.value.marks else instance.value.spec
         return instance.spec is not None and (before is None or spec_key(before) != spec_key(instance.spec))
 
@@ -304,7 +308,8 @@ class _Walk:
         consts = self.enter(index, "enter", inputs[loop.consts], len(tested))
         carry = self.enter(index, "join", inputs[loop.carry], 0)
         pieces = self.enter(index, "enter", inputs[loop.pieces], len(consts))
-        returned = self.body(*node.bodies[0], [*consts, *carry, *pieces])
+        entering = [attrs.evolve(value, enters=True) for value in (*consts, *pieces)]
+        returned = self.body(*node.bodies[0], [*entering[: len(consts)], *carry, *entering[len(consts) :]])
         for slot, value in enumerate(returned[: len(carry)]):
             self.use(value, self.results(index, "join", slot))
         stacked = [self.results(index, "leave", slot) for slot in range(count - len(carry))]

@@ -1,5 +1,6 @@
 """Patches of whole programs: on both kinds of meshes, applied, run and compared with the plan."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -15,13 +16,9 @@ from jax.sharding import NamedSharding
 
 from shardrules.errors import PatchError
 from shardrules.programs.jaxprs.walk import equations
+from shardrules.programs.patches.reading import Reading
 from shardrules.programs.patches.text import annotated
-from tests.programs.patches.projects import copied, imported, mesh_of, planned
-
-PROGRAMS = ("plain", "blocks", "scanned", "modules", "encoder_decoder", "experts")
-
-OF_OTHERS = ("modules",)
-"""Programs that compute in the code of another package, where no annotation of the user's can be."""
+from tests.programs.patches.projects import copied, imported, mesh_of, planned, written
 
 RUN = """
 import sys
@@ -48,88 +45,132 @@ def difference(old: Any, new: Any) -> float:
     return max(float(np.linalg.norm(a - b) / max(np.linalg.norm(a), 1e-30)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.slow
-def test_a_patched_program_is_the_planned_one(name: str, axis_types: str, tmp_path: Path) -> None:
-    fn, args = copied(name, tmp_path).make()
-    plan = planned(fn, args, axis_types)
-    if (name, axis_types) == ("encoder_decoder", "explicit"):
-        # The plan splits parameters, which `vmap` is given whole in a tree, over the axis that the batch is split over.
-        with pytest.raises(PatchError, match="Unmapped values passed to vmap cannot be sharded"):
-            plan.to_patch(fn, root=tmp_path)
-        return
-    patch = plan.to_patch(fn, root=tmp_path, time_limit=900)
-    count = sum(1 for _ in equations(plan.call.jaxpr))
-    assert 10 * len(patch.annotations) <= count
-    verification = patch.verify()
-    assert verification.error is not None
-    assert verification.error <= verification.tolerance
-    if name in OF_OTHERS:
-        assert "unsaid-layouts" in str(patch)
-    else:
-        assert verification, str(verification)
-    # As files, the patched program is the same again.
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The patch of a loop for Auto axes."""
+    folder = tmp_path_factory.mktemp("loop")
+    fn, args = copied("loop", folder).make()
+    return planned(fn, args).to_patch(fn, root=folder)
+
+
+def check_applied(name: str, axis_types: str, fn: Any, patch: Any, verification: Any) -> None:
+    """Checks that files with a patch compute what the function computes, with arguments as planned."""
     patch.apply()
-    patched_fn, patched_args = imported(tmp_path / f"{name}.py").make()
-    mesh = mesh_of(axis_types)
-    arrays = [leaf for leaf in jax.tree.leaves(patched_args) if isinstance(leaf, jax.Array)]
-    specs = iter(plan.specs)
-    put = [jax.device_put(array, NamedSharding(mesh, next(specs))) for array in arrays]
-    leaves, treedef = jax.tree.flatten(patched_args)
-    rest = iter(put)
-    placed = treedef.unflatten([next(rest) if isinstance(leaf, jax.Array) else leaf for leaf in leaves])
+    patched_fn, args = imported(patch.root / f"{name}.py").make()
+    mesh, specs = mesh_of(axis_types), iter(patch.plan.specs)
+    placed = jax.tree.map(lambda array: jax.device_put(array, NamedSharding(mesh, next(specs))), args)
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(fn)(*args)
         with jax.set_mesh(mesh):
             assert difference(expected, jax.jit(patched_fn)(*placed)) <= verification.tolerance
 
 
-def test_a_patched_file_runs_without_shardrules(tmp_path: Path) -> None:
-    module = copied("experts", tmp_path)
-    fn, args = module.make()
-    patch = planned(fn, args).to_patch(fn, root=tmp_path)
-    assert patch.changes
-    before = (tmp_path / "experts.py").read_text()
-    assert patch.apply() == (tmp_path / "experts.py",)
-    assert (tmp_path / "experts.py").read_text() != before
-    environment = {**os.environ, "PYTHONPATH": ""}
-    command = [sys.executable, "-c", RUN.format(name="experts"), str(tmp_path), str(tmp_path / "results.npz")]
-    subprocess.run(command, env=environment, check=True)
-    results = np.load(tmp_path / "results.npz")
-    with jax.default_matmul_precision("highest"):
-        expected = jax.jit(fn)(*args)
-    assert difference(expected, list(results.values())) <= 1e-6
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("axis_types", ["explicit", "auto"])
+@pytest.mark.parametrize("name", ["loop", "layers"])
+def test_a_patched_program_is_the_planned_one(name: str, axis_types: str, tmp_path: Path) -> None:
+    fn, args = copied(name, tmp_path).make()
+    patch = planned(fn, args, axis_types).to_patch(fn, root=tmp_path)
+    verification = patch.verify()
+    assert verification, str(verification)
+    assert len(patch.annotations) <= 2
+    check_applied(name, axis_types, fn, patch, verification)
 
 
 @pytest.mark.slow
-def test_each_annotation_is_needed(tmp_path: Path) -> None:
-    module = copied("experts", tmp_path)
-    fn, args = module.make()
-    patch = planned(fn, args).to_patch(fn, root=tmp_path)
+def test_a_patched_transformer_is_the_planned_one(tmp_path: Path) -> None:
+    fn, args = copied("plain", tmp_path).make()
+    plan = planned(fn, args)
+    patch = plan.to_patch(fn, root=tmp_path)
+    assert 0 < 10 * len(patch.annotations) <= sum(1 for _ in equations(plan.call.jaxpr))
     verification = patch.verify()
-    for index in range(len(patch.annotations)):
-        fewer = [*patch.annotations[:index], *patch.annotations[index + 1 :]]
-        changes = tuple(annotated(change.file, fewer, ("data", "model")) for change in patch.changes)
-        assert attrs.evolve(patch, changes=changes).verify().patched != verification.patched
+    assert verification, str(verification)
+    unpatched = attrs.evolve(patch, changes=()).verify()
+    assert not unpatched
+    assert verification.patched.seconds < unpatched.patched.seconds
+    check_applied("plain", "auto", fn, patch, verification)
 
 
-def test_a_diff_is_what_patch_applies(tmp_path: Path) -> None:
-    module = copied("experts", tmp_path)
-    fn, args = module.make()
+@pytest.mark.slow
+def test_layouts_in_code_of_others_are_said_to_be_left(tmp_path: Path) -> None:
+    fn, args = copied("library", tmp_path).make()
     patch = planned(fn, args).to_patch(fn, root=tmp_path)
-    (tmp_path / "changes.diff").write_text(str(patch))
+    assert "unsaid-layouts: with layouts that no annotation says, here or in code of others" in str(patch)
+    verification = patch.verify()
+    assert not verification
+    assert verification.patched.seconds > verification.planned.seconds
+    assert any(line.startswith("time: ") for line in verification.differences)
+    assert verification.error is not None
+    assert verification.error <= verification.tolerance
+    assert str(verification).startswith("not as planned: ")
+
+
+def test_what_vmap_cannot_map_on_explicit_axes_is_refused_with_its_line(tmp_path: Path) -> None:
+    fn, args = copied("examples", tmp_path).make()
+    message = r"JAX refuses lines on Explicit axes that nothing mends:\nexamples.py:15: jax.vmap\(score.*passed to vmap"
+    with pytest.raises(PatchError, match=message):
+        planned(fn, args, "explicit").to_patch(fn, root=tmp_path)
+
+
+def test_a_patched_file_runs_without_shardrules(loop: Any, tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_bytes(loop.changes[0].new)
+    environment = {**os.environ, "PYTHONPATH": ""}
+    command = [sys.executable, "-c", RUN.format(name="loop"), str(tmp_path), str(tmp_path / "results.npz")]
+    subprocess.run(command, env=environment, check=True)
+    results = np.load(tmp_path / "results.npz")
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(loop.fn)(*loop.plan.args)
+    assert difference(expected, list(results.values())) <= 1e-6
+
+
+def test_each_annotation_is_needed(loop: Any) -> None:
+    verification = loop.verify()
+    assert loop.annotations
+    for index in range(len(loop.annotations)):
+        fewer = [*loop.annotations[:index], *loop.annotations[index + 1 :]]
+        changes = tuple(annotated(change.file, fewer, ("data", "model")) for change in loop.changes)
+        assert attrs.evolve(loop, changes=changes).verify().patched != verification.patched
+
+
+def test_weights_that_a_loop_takes_apart_may_get_annotations_in_its_body(loop: Any) -> None:
+    reading = Reading.of(loop.fn, loop.plan, loop.root)
+    texts = [ast.unparse(reading.sources.places[number].node) for number in reading.candidates]
+    assert {"w['up']", "w['down']"} <= set(texts)
+
+
+def test_a_diff_is_what_patch_applies(loop: Any, tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_bytes(loop.changes[0].file.raw)
+    (tmp_path / "changes.diff").write_text(str(loop))
     subprocess.run(["patch", "-p1", "-i", "changes.diff"], cwd=tmp_path, check=True, capture_output=True)
-    assert (tmp_path / "experts.py").read_bytes() == patch.changes[0].new
+    assert (tmp_path / "loop.py").read_bytes() == loop.changes[0].new
+
+
+WORDS = """import jax
+import jax.numpy as jnp
+
+
+def loss(params, tokens):
+    x = params["embed"][tokens]
+    logits = jnp.tanh(x @ params["up"]) @ params["down"] @ params["embed"].T
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)
+    return -jnp.mean(picked)
+
+
+grads = jax.value_and_grad(loss)
+"""
 
 
 def test_explicit_lines_are_listed_with_what_mends_them(tmp_path: Path) -> None:
-    fn, args = copied("plain", tmp_path).make()
-    check = planned(fn, args, "explicit").check_explicit(fn, root=tmp_path)
+    fn = written(WORDS, tmp_path).grads
+    key = jax.random.key(0)
+    shapes = {"embed": (64, 32), "up": (32, 64), "down": (64, 32)}
+    params = {name: jax.random.normal(key, shape) for name, shape in shapes.items()}
+    plan = planned(fn, (params, jax.random.randint(key, (16, 8), 0, 64)), "explicit")
+    check = plan.check_explicit(fn, root=tmp_path)
     assert not check
     text = str(check)
     assert 'params["embed"][tokens]' in text
-    assert "out_sharding" in text
+    assert "-> out_sharding P(" in text
     assert "jnp.take_along_axis" in text
     assert "nothing mends it" not in text
 
