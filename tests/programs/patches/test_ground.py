@@ -84,6 +84,7 @@ def test_a_file_in_another_encoding_stays_in_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forced")
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "text",
     [
