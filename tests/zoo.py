@@ -152,6 +152,7 @@ RULES: Entries[sr.ShardingRule] = once(
     dim_lenient=lambda: sr.DimShardingRule("model", -2, ignore_ndim_error=True),
     dim_tuple=lambda: sr.DimShardingRule(("data", "model"), -1, ignore_ndim_error=True),
     logical=lambda: sr.LogicalShardingRule({"embed": "data", "mlp": ("model",), "vocab": None}),
+    logical_strict=lambda: sr.LogicalShardingRule({"embed": (), "mlp": ("model",)}, unknown="error", lost="error"),
     logical_pairs=lambda: sr.LogicalShardingRule([("embed", "data"), ("mlp", "data"), ("mlp", None)]),
     hugging_face=lambda: HuggingFaceShardingRule(roles={"weight": "columns", "w": "rows", "mlp": "vocab"}),
     hugging_face_axes=lambda: HuggingFaceShardingRule("model", ("data", "pipe"), head_dim=2, roles={"w": "kv_heads"}),

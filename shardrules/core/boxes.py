@@ -1,14 +1,15 @@
-"""Boxes that flax puts around arrays: the boxes of linen, and the variables of nnx.
+"""Boxes that libraries put around arrays: those of flax linen, the variables of nnx, and the named arrays of haliax.
 
-Both carry names for the dimensions of the array, and neither is a step of the path to it. A box is a leaf of the tree,
-as flax has it. A variable is a container, so that specs and shardings come in variables, as nnx has them. Nothing here
-imports flax: a process that has not done so has no such tree.
+All carry names for the dimensions of the array, and none is a step of the path to it. A box is a leaf of the tree, as
+flax has it. Variables and named arrays are containers, so that specs and shardings come in them. Nothing here imports
+flax or haliax: a process that has not imported flax has no tree of it, and named arrays are known by their fields.
 
 Objects of nnx are references. A variable may be in a tree twice, and a call may write to those of its arguments; JAX's
 flattened trees know nothing of either, so it is kept beside them.
 """
 
 import collections
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, final
@@ -59,6 +60,21 @@ def is_variable(node: Any) -> bool:
     """Returns whether a node of a tree is a variable of nnx."""
     # By type: isinstance asks the metaclass of flax, which takes variables of other kinds for one.
     return issubclass(type(node), variable_types())
+
+
+@functools.lru_cache(1024)
+def _has_array_and_axes(cls: type) -> bool:
+    return getattr(cls, "__dataclass_fields__", {}).keys() == {"array", "axes"}
+
+
+def is_named_array(node: Any) -> bool:
+    """Returns whether a node is a dataclass of an array and its named axes, as a `haliax.NamedArray` is."""
+    if not _has_array_and_axes(type(node)) or not isinstance(node.axes, tuple):
+        return False
+    level = _registry.flatten_one_level(node)  # the axes are static: the array is the only child
+    return bool(
+        level and len(level[0]) == 1 and all(isinstance(getattr(axis, "name", None), str) for axis in node.axes)
+    )
 
 
 def _of_types(types: tuple[type, ...]) -> Callable[[Any], bool]:
@@ -160,7 +176,9 @@ def _parts(node: Any, is_object: Callable[[Any], bool], is_leaf: Callable[[Any],
 
 
 def variable_axes(variable: Any, ndim: int) -> tuple[LogicalName, ...] | None:
-    """Returns the names that a variable has for the dimensions of its array, `None` if it has none."""
+    """Returns the names that a variable or a named array has for its dimensions, `None` if it has none."""
+    if is_named_array(variable):
+        return tuple([axis.name for axis in variable.axes])
     metadata = variable.get_metadata()
     names = next((metadata[key] for key in _NAMES if metadata.get(key)), None)
     if isinstance(names, NamedSharding):

@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardrules.core.axes import AnyMesh
 from shardrules.core.boxes import (
     box_type,
+    is_named_array,
     is_variable,
     opaque_types,
     refuse_cycles,
@@ -347,7 +348,8 @@ class _Walker:
         if self.box_type is not None and isinstance(node, self.box_type):
             raise _BoxFoundError
         # Most programs have no variables, and then no container is asked about.
-        if self.variable_types and issubclass(type(node), self.variable_types):
+        of_nnx = self.variable_types and issubclass(type(node), self.variable_types)
+        if of_nnx or (is_named_array(node) and structure.num_leaves):
             child, part = _registry.flatten_one_level(node)[0][0], structure.children()[0]
             if part.num_nodes == 1:
                 return self.kind_at(start, path, template, node)
@@ -426,9 +428,13 @@ def leaf_paths(tree: Any, path_style: PathStyle = "attr") -> tuple[str, ...]:
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
     """Returns path and value of every leaf of `tree`, where `is_leaf` says which nodes are leaves, too."""
     named: list[tuple[tuple[Any, ...], Any]] = []
-    ends = is_variable if is_leaf is None else lambda node: is_leaf(node) or is_variable(node)
+
+    def is_wrapper(node: Any) -> bool:
+        return is_variable(node) or is_named_array(node)
+
+    ends = is_wrapper if is_leaf is None else lambda node: is_leaf(node) or is_wrapper(node)
     for path, node in jtu.tree_flatten_with_path(tree, is_leaf=ends)[0]:
-        if is_variable(node):  # the first key below it is flax's own, and no part of a path
+        if is_wrapper(node):  # the first key below it is the library's own, and no part of a path
             inside = jtu.tree_flatten_with_path(node, is_leaf=is_leaf)[0]
             named += [((*path, *keys[1:]), leaf) for keys, leaf in inside]
         else:

@@ -2,13 +2,14 @@
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias, final
+from typing import Final, Literal, TypeAlias, final
 
 import attrs
 from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import Axis, as_axis, axis_tuple
 from shardrules.core.errors import ConfigError, suggest
+from shardrules.core.fields import one_of
 from shardrules.core.finding import Finding
 from shardrules.core.leaf import Decision, Leaf, LogicalName
 from shardrules.core.rule import LeafShardingRule, from_fields
@@ -45,6 +46,9 @@ class DimNames(abc.ABC):
         """A runtime mode, or the dimension whose length says it."""
 
 
+OpenSeverity: TypeAlias = Literal["warning", "error"]
+"""The severity of a finding about a name that gets no axis."""
+
 LogicalPairs: TypeAlias = tuple[tuple[str, Axis | None], ...]
 """Pairs of logical name and mesh axis; `None` leaves the dimension whole."""
 
@@ -58,7 +62,21 @@ def as_pairs(mapping: Mapping[str, Axis | None] | Sequence[tuple[str, Axis | Non
             "the mapping of logical axes must be a dictionary or pairs, {'embed': 'data'} or [('embed', 'data')]; "
             f"got {mapping!r}"
         ) from None
-    return tuple((name, None if axis is None else as_axis(axis)) for name, axis in pairs)
+    return tuple((name, _as_written(axis)) for name, axis in pairs)
+
+
+def _as_written(axis: Axis | None) -> Axis | None:
+    """An axis with lists as tuples. A tuple of one name or none stays one, so that a configuration can be restored."""
+    if axis is None:
+        return None
+    if isinstance(axis, tuple | list) and not axis:
+        return ()
+    normal = as_axis(axis)
+    return normal if isinstance(axis, str) else axis_tuple(normal)
+
+
+def _meaning(pairs: LogicalPairs) -> LogicalPairs:
+    return tuple((name, as_axis(axis) if axis else None) for name, axis in pairs)
 
 
 @final
@@ -73,8 +91,10 @@ class LogicalShardingRule(LeafShardingRule):
 
     **Arguments:**
 
-    - `mapping`: from logical name to a mesh axis, a tuple of them, or `None` for "whole". A dictionary or pairs, with
-        those first that should win.
+    - `mapping`: from logical name to a mesh axis, a tuple of them, or `None` or `()` for "whole". A dictionary or
+        pairs, with those first that should win.
+    - `unknown`: `"error"` makes a name that is not in the mapping an error, instead of a warning.
+    - `lost`: `"error"` makes a name an error, instead of a warning, if others have all of its axes.
 
     ```python
     leaf = sr.Leaf("w", (8, 16), jnp.float32, axes=("embed", "mlp"))
@@ -82,7 +102,9 @@ class LogicalShardingRule(LeafShardingRule):
     ```
     """
 
-    mapping: LogicalPairs = attrs.field(converter=as_pairs)
+    mapping: LogicalPairs = attrs.field(converter=as_pairs, eq=_meaning)
+    unknown: OpenSeverity = attrs.field(default="warning", converter=one_of("unknown", "warning", "error"))
+    lost: OpenSeverity = attrs.field(default="warning", converter=one_of("lost", "warning", "error"))
     reads_index = "no"
     parts = ()
     named_axes = from_fields(lambda rule: tuple(axis for _, axis in rule.mapping))
@@ -117,8 +139,8 @@ class LogicalShardingRule(LeafShardingRule):
         if not candidates:
             near = suggest(name, [logical_name for logical_name, _ in self.mapping]) if isinstance(name, str) else ""
             why = f"logical axis {name!r}{near} is not in the mapping, so dimension {dim} stays whole"
-            remedy = f"Add it to the mapping; {name!r}: None keeps it whole without this warning"
-            return Finding("warning", "unknown-logical-axis", why, leaf.path, remedy, leaf.shape, dim, rule=rule)
+            remedy = f"Add it to the mapping; {name!r}: None keeps it whole without this {self.unknown}"
+            return Finding(self.unknown, "unknown-logical-axis", why, leaf.path, remedy, leaf.shape, dim, rule=rule)
         # An earlier rule's axis is an error, unlike one that this mapping gave to another dimension of the leaf.
         earlier = [part for part in candidates if part in leaf.used_axes]
         if earlier:
@@ -132,8 +154,8 @@ class LogicalShardingRule(LeafShardingRule):
             f"logical axes {owner[part]!r} and {name!r} both map to mesh axis {part!r}, and {owner[part]!r} comes "
             f"first, so dimension {dim} stays whole"
         )
-        remedy = f"Map one of them to another axis; ({name!r}, None) at the end keeps it whole without this warning"
-        return Finding("warning", "lost-logical-axis", why, leaf.path, remedy, leaf.shape, dim, part, rule=rule)
+        remedy = f"Map one of them to another axis; ({name!r}, None) at the end keeps it whole without this {self.lost}"
+        return Finding(self.lost, "lost-logical-axis", why, leaf.path, remedy, leaf.shape, dim, part, rule=rule)
 
 
 def _entry_text(entry: Entry) -> str:

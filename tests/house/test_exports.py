@@ -13,7 +13,7 @@ from typing import is_typeddict
 import pytest
 
 import shardrules
-from shardrules.presets import big_vision, eformer, huggingface, pathways
+from shardrules.presets import big_vision, eformer, haliax, huggingface, levanter, maxtext, pathways
 from tests.house.source import (
     REPOSITORY,
     Definition,
@@ -33,7 +33,7 @@ ROOMS: dict[str, ModuleType] = {
     module.__name__: module
     for module in (
         *(shardrules, shardrules.errors, shardrules.meshes, shardrules.reports, shardrules.specs),
-        *(shardrules.presets, eformer, big_vision, huggingface, pathways),
+        *(shardrules.presets, eformer, big_vision, haliax, huggingface, levanter, maxtext, pathways),
     )
 }
 """Where users import from, by name."""

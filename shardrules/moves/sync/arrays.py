@@ -109,7 +109,7 @@ class Arrays:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[Any, ...]
     layout_of: np.ndarray
-    """The index of the layout of each array; -1 where there is none."""
+    """The index of the layout of each array; where it has none, that of its problem, counted from -1 downwards."""
     layouts: tuple[ShardLayout, ...]
     shardings: tuple[Sharding | None, ...]
     """The sharding of each array, where its devices are known."""
@@ -119,6 +119,8 @@ class Arrays:
     """What else is in the tree, by position: numbers, callables."""
     treedef: Any
     """`None` for a plan that was read without its tree: then its trees are dictionaries by path."""
+    problems: tuple[Finding, ...]
+    """The reasons why arrays have no layout: errors only for those that are used."""
     findings: tuple[Finding, ...]
 
     def __len__(self) -> int:
@@ -154,8 +156,7 @@ def read_arrays(tree: Any, side: int, devices: Devices) -> Arrays:
     shapes, dtypes = zip(*[kinds[position] or ((), None) for position in positions], strict=True) if paths else ((), ())
     shardings = [_sharding(values[position]) for position in positions]
     layout_of = [
-        layouts.index(path, shape, sharding, dtype)
-        for path, shape, sharding, dtype in zip(paths, shapes, shardings, dtypes, strict=True)
+        layouts.index(shape, sharding, dtype) for shape, sharding, dtype in zip(shapes, shardings, dtypes, strict=True)
     ]
     rest: list[Any] = [None if kind is not None else value for value, kind in zip(values, kinds, strict=True)]
     return Arrays(
@@ -168,7 +169,8 @@ def read_arrays(tree: Any, side: int, devices: Devices) -> Arrays:
         tuple(positions),
         tuple(rest),
         treedef,
-        (*layouts.findings, *_repeated(paths, side)),
+        tuple(layouts.problems),
+        tuple(_repeated(paths, side)),
     )
 
 
@@ -176,12 +178,8 @@ def _of_plan(plan: ShardingPlan, layouts: "_Layouts") -> Arrays:
     paths, kinds = plan.paths, plan.kind_indices
     specs, mesh = plan.kind_specs, plan.mesh
     shardings: list[Any] = [None if mesh is None else NamedSharding(mesh, spec) for spec in specs]
-    counts = [0] * len(shardings)
-    for kind in kinds:
-        counts[kind] += 1
     by_kind = [
-        layouts.index(leaf.path, leaf.shape, sharding, leaf.dtype, count)
-        for leaf, sharding, count in zip(plan.kinds, shardings, counts, strict=True)
+        layouts.index(leaf.shape, sharding, leaf.dtype) for leaf, sharding in zip(plan.kinds, shardings, strict=True)
     ]
     leaves: list[Any] = [None] * len(plan.survey.kind_of)
     for position, value in (*plan.survey.carried, *plan.survey.numbers):
@@ -196,7 +194,8 @@ def _of_plan(plan: ShardingPlan, layouts: "_Layouts") -> Arrays:
         tuple([position for position, kind in enumerate(plan.survey.kind_of) if kind >= 0]),
         tuple(leaves),
         plan.survey.treedef,
-        (*layouts.findings, *_repeated(paths, layouts.side)),
+        tuple(layouts.problems),
+        tuple(_repeated(paths, layouts.side)),
     )
 
 
@@ -227,31 +226,28 @@ def _sharding(value: Any) -> Any:
 @final
 @attrs.define(eq=False)
 class _Layouts:
-    """The layouts of one side, each once, and the arrays that have none."""
+    """The layouts of one side, each once, and why arrays have none."""
 
     side: int
     devices: Devices
     layouts: list[ShardLayout] = attrs.field(factory=list)
-    findings: list[Finding] = attrs.field(factory=list)
-    _seen: dict[Any, tuple[int, Finding | None]] = attrs.field(factory=dict)
+    problems: list[Finding] = attrs.field(factory=list)
+    _seen: dict[Any, int] = attrs.field(factory=dict)
 
-    def index(self, path: str, shape: tuple[int, ...], sharding: Any, dtype: Any, count: int = 1) -> int:
-        """Returns the index of the layout of an array, or -1 after noting what is wrong with it."""
+    def index(self, shape: tuple[int, ...], sharding: Any, dtype: Any) -> int:
+        """Returns the index of the layout of an array, or of what is wrong with it: -1 for the first problem."""
         key = shape, dtype, sharding if isinstance(sharding, Sharding) else id(sharding)
         if key not in self._seen:
             finding = self._problem(shape, sharding, dtype)
-            self._seen[key] = len(self.layouts), finding
             if finding is None:
                 try:
                     self.layouts.append(self._layout(shape, sharding))
                 except (IndivisibleError, ValueError) as error:
                     finding = Finding("error", "misfit", str(error), shape=shape)
-                    self._seen[key] = -1, finding
-        index, finding = self._seen[key]
-        if finding is None:
-            return index
-        self.findings.append(attrs.evolve(finding, path=path, count=count))
-        return -1
+            if finding is not None:
+                self.problems.append(finding)
+            self._seen[key] = len(self.layouts) - 1 if finding is None else -len(self.problems)
+        return self._seen[key]
 
     def _problem(self, shape: tuple[int, ...], sharding: Any, dtype: Any) -> Finding | None:
         side = side_name(self.side)

@@ -1,15 +1,21 @@
 """The freeing of source arrays while a sync runs."""
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, final
 
 import attrs
 import numpy as np
 
 from shardrules.moves.bits import buffers_of
+from shardrules.moves.prepare import is_deleted
 from shardrules.moves.sync.schedule import SyncSchedule
 from shardrules.moves.sync.strided import SOURCE
+
+
+def live_buffers(value: Any) -> Iterable[Hashable]:
+    """The buffers of an array; none if it is deleted."""
+    return () if is_deleted(value) else buffers_of(value)
 
 
 @final
@@ -33,7 +39,7 @@ class SyncDonor:
         rounds: dict[int, list[int]] = {}
         for index in np.flatnonzero(last >= 0).tolist():
             rounds.setdefault(int(last[index]), []).append(index)
-        return SyncDonor(rounds, Counter(buffer for value in values for buffer in buffers_of(value)), [])
+        return SyncDonor(rounds, Counter(buffer for value in values for buffer in live_buffers(value)), [])
 
     def last(self, number: int) -> list[int]:
         """Returns the arrays that a round reads last."""

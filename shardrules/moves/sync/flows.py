@@ -1,5 +1,6 @@
 """The parts of a sync by device: cut where shards meet, and sent by one of the devices that hold them."""
 
+import functools
 import heapq
 import itertools
 import math
@@ -18,7 +19,7 @@ _MIN_SHARE_BYTES = 2**20
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class PartFlow:
     """Parts between arrays of one source layout and one target layout.
 
@@ -52,36 +53,29 @@ class PartFlow:
         """The bytes of one content."""
         return math.prod(step.size for step in self.inner) * self.element_bytes
 
-    def positions(self) -> np.ndarray:
-        """Returns the position in each outer step, one row for each content of a row."""
+    @functools.cached_property
+    def _places(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+        """For each side the cell of each content, and where it begins in the cell: by row, content and dim."""
         grid = np.indices([step.size for step in self.outer]).reshape(len(self.outer), self.width)
-        return grid.T
+        result: list[tuple[np.ndarray, np.ndarray]] = []
+        for side, layout in ((SOURCE, self.source), (TARGET, self.target)):
+            places = np.repeat(self.parts.bases[side][:, None, :], self.width, axis=1)
+            for step, positions in zip(self.outer, grid, strict=True):
+                if layout is not None:
+                    places[:, :, step.dims[side]] += positions * step.strides[side]
+            cell = np.array(() if layout is None else layout.cell, np.int64)
+            result.append((places // cell, places % cell))
+        return tuple(result)
 
     def cells(self, side: Side) -> np.ndarray:
         """Returns the index of the cell of each content, row by row."""
-        layout = self._layout(side)
-        if not layout.grid:
-            return np.zeros((len(self.parts), self.width), np.int64)
-        strides = np.array(layout.strides)
-        first = (self.parts.bases[side] // np.array(layout.cell)) @ strides
-        moves = [
-            step.strides[side] // layout.cell[step.dims[side]] * layout.strides[step.dims[side]] for step in self.outer
-        ]
-        return first[:, None] + (self.positions() @ np.array(moves, np.int64))[None, :]
+        layout = self.target if side == TARGET else self.source
+        assert layout is not None
+        return self._places[side][0] @ np.array(layout.strides, np.int64)
 
     def offsets(self, side: Side, row: int, content: int) -> tuple[int, ...]:
         """Returns where a content begins in its cell."""
-        layout = self._layout(side)
-        place = self.parts.bases[side][row].copy()
-        positions = np.unravel_index(content, [step.size for step in self.outer]) if self.outer else ()
-        for step, position in zip(self.outer, positions, strict=True):
-            place[step.dims[side]] += int(position) * step.strides[side]
-        return tuple((place % np.array(layout.cell, np.int64)).tolist()) if len(place) else ()
-
-    def _layout(self, side: Side) -> ShardLayout:
-        layout = self.target if side == TARGET else self.source
-        assert layout is not None
-        return layout
+        return tuple(self._places[side][1][row, content].tolist())
 
 
 def make_flows(parts: Sequence[Parts], source: Arrays, target: Arrays, limit_bytes: int) -> list[PartFlow]:

@@ -3,6 +3,7 @@
 `stack` and `unstack` go with a capture that one side has alone, `concat` and `split` with a list of patterns.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -14,6 +15,9 @@ from shardrules.core.fields import integer
 from shardrules.moves.sync.items import Items, OperationError
 from shardrules.moves.sync.operations import LineTarget, Lists, NameOperation, cut, each, integers
 from shardrules.moves.sync.strided import SOURCE, TARGET, Parts, shift
+
+_MOST_LISTED = 5
+"""The numbers without an array that a message lists. Chosen by hand."""
 
 
 def _capture(value: Any) -> str:
@@ -82,15 +86,14 @@ def _check_run(values: np.ndarray, groups: np.ndarray, count: int, capture: str,
     sizes = np.bincount(groups, minlength=count)
     if (sizes == len(expected)).all():
         return
-    present = sorted(values[groups == int(np.argmax(sizes != len(expected)))].tolist())
-    missing = [number for number in expected if number not in present]
-    is_run = present == list(range(present[0], present[-1] + 1))
+    present = np.sort(values[groups == int(np.argmax(sizes != len(expected)))]).tolist()
+    members = dict.fromkeys(present)
+    missing = list(itertools.islice((number for number in expected if number not in members), _MOST_LISTED))
+    rest = len(expected) - len(present) - len(missing)
+    listed = ", ".join(map(str, missing)) + (f" and {rest} more" if rest else "")
+    is_run = present == list(range(present[0], present[0] + len(present)))
     hint = f"; write {{{capture}:{present[0]}-{present[-1]}}} if those are all" if numbers is None and is_run else ""
-    raise OperationError(f"{{{capture}}} lacks {_listed(missing)} of {len(expected)} numbers{hint}")
-
-
-def _listed(numbers: Sequence[int], most: int = 5) -> str:
-    return ", ".join(map(str, numbers[:most])) + (f" and {len(numbers) - most} more" if len(numbers) > most else "")
+    raise OperationError(f"{{{capture}}} lacks {listed} of {len(expected)} numbers{hint}")
 
 
 @final

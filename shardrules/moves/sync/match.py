@@ -103,7 +103,9 @@ def match_arrays(source: Arrays, target: Arrays, table: NameTable) -> Matches:
             continue
         sources_of.append((next(index for indices in line.indices for index in indices), sum(map(len, line.indices))))
         result.take(line)
-    findings = [*source.findings, *target.findings, *result.findings, *_idle(table, source, line_of_source)]
+    findings = [*source.findings, *_misplaced(source, line_of_source >= 0)]
+    findings += [*target.findings, *_misplaced(target, np.full(len(target), True))]
+    findings += [*result.findings, *_idle(table, source, line_of_source)]
     findings += _unused(source, line_of_source, target)
     findings += _unwritten(source, target, result)
     findings += [] if findings else _unproved(source, target, result, lines)
@@ -214,9 +216,7 @@ class _Result:
             path = pattern.fill(dict(zip(items.names, values, strict=True)))
             index = self.index_of.get(path)
             if index is None:
-                self.add(
-                    "no-target", f"{line} makes {path!r}, which the target lacks", example, path, self.target.paths
-                )
+                self.add("no-target", f"{line} makes it, and the target lacks it", path, path, self.target.paths)
                 continue
             if self.line_of[index] >= 0:
                 other = f"line {self.line_of[index] + 1}" if self.line_of[index] != line.number else "the same line"
@@ -259,9 +259,17 @@ def _idle(table: NameTable, source: Arrays, line_of_source: np.ndarray) -> Itera
 def _by_template(indices: Iterable[int], arrays: Arrays) -> Iterator[tuple[list[int], str]]:
     groups: dict[Any, list[int]] = {}
     for index in indices:
-        groups.setdefault((template(arrays.paths[index]), arrays.shapes[index]), []).append(index)
+        key = template(arrays.paths[index]), arrays.shapes[index], min(int(arrays.layout_of[index]), 0)
+        groups.setdefault(key, []).append(index)
     for group in groups.values():
         yield group, functools.reduce(common_path, (arrays.paths[index] for index in group))
+
+
+def _misplaced(arrays: Arrays, used: np.ndarray) -> Iterator[Finding]:
+    """Arrays that are used, and of which no device holds a part that is known."""
+    for group, path in _by_template(np.flatnonzero(used & (arrays.layout_of < 0)).tolist(), arrays):
+        problem = arrays.problems[-1 - int(arrays.layout_of[group[0]])]
+        yield attrs.evolve(problem, path=path, count=len(group))
 
 
 def _unused(source: Arrays, line_of_source: np.ndarray, target: Arrays) -> Iterator[Finding]:

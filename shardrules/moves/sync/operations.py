@@ -160,8 +160,18 @@ class Pad(NameOperation):
         return each(lists, change)
 
 
+def _check_value(value: float, dtype: Any) -> None:
+    """Raises an error for a number that is not one of a dtype, or not near one of them."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        new = np.asarray(value).astype(dtype)
+        is_near = bool(np.isfinite(new)) if jnp.issubdtype(dtype, jnp.inexact) else bool(new == value)
+    if not is_near:
+        raise OperationError(f"{dtype} has no value {value}")
+
+
 def _fill(items: Items, dim: int, start: int, length: int, value: float) -> Parts:
     """The constant at some positions of a dim of every array."""
+    _check_value(value, items.dtype)
     shape = list(items.shape)
     shape[dim] = length
     whole = Parts.whole(shape, np.full(len(items), -1))
@@ -205,14 +215,16 @@ class Cast(NameOperation):
 
     def __attrs_post_init__(self) -> None:
         try:
-            jnp.dtype(self.dtype)
+            is_number = isinstance(self.dtype, str) and _rank(jnp.dtype(self.dtype)) >= 0
         except TypeError:
-            raise ConfigError(f"unknown dtype {self.dtype!r:.60}") from None
+            is_number = False
+        if not is_number:
+            raise ConfigError(f"expected the name of a dtype of numbers, such as 'bfloat16', got {self.dtype!r:.60}")
 
     def apply(self, lists: Lists, line: LineTarget) -> Lists:
         def change(items: Items) -> Items:
             new = jnp.dtype(self.dtype)
-            if not _can_hold(items.dtype, new):
+            if not 0 <= _rank(items.dtype) <= _rank(new):
                 raise OperationError(f"{items.dtype} has values that {new} has no near ones for")
             cast = ("cast", new)
             return items.mapped(
@@ -225,9 +237,9 @@ class Cast(NameOperation):
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
-def _can_hold(old: Any, new: Any) -> bool:
-    ranks = [next(rank for rank, kind in enumerate(_KINDS) if jnp.issubdtype(each, kind)) for each in (old, new)]
-    return ranks[0] <= ranks[1]
+def _rank(dtype: Any) -> int:
+    """The kind of a dtype, those with more values behind others; -1 where it is not of numbers."""
+    return next((rank for rank, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
 
 
 @final
@@ -241,6 +253,7 @@ class Scale(NameOperation):
         def change(items: Items) -> Items:
             if not jnp.issubdtype(items.dtype, jnp.inexact):
                 raise OperationError(f"{items.dtype} cannot be scaled; cast it to floats first")
+            _check_value(self.factor, items.dtype)
             scale = ("scale", self.factor)
             return items.mapped(items.shape, lambda parts: [attrs.evolve(parts, changes=(*parts.changes, scale))])
 

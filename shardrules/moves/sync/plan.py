@@ -3,6 +3,8 @@
 import functools
 import hashlib
 import html
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, final
 
@@ -11,12 +13,12 @@ import numpy as np
 
 from shardrules.core.storage.records import Format
 from shardrules.core.text import bytes_text
-from shardrules.core.views.table import MOST_ROWS, aligned
+from shardrules.core.views.table import MOST_ROWS
 from shardrules.moves.sync.arrays import Arrays
 from shardrules.moves.sync.flows import PartFlow, itemsize
 from shardrules.moves.sync.match import Matches
 from shardrules.moves.sync.rounds import Deliveries
-from shardrules.moves.sync.rows import BYTES_COLUMNS, COLUMNS, SyncRow, sync_rows
+from shardrules.moves.sync.rows import COLUMNS, SyncRow, row_lines, sync_rows
 from shardrules.moves.sync.run import run_schedule
 from shardrules.moves.sync.schedule import SyncSchedule
 from shardrules.moves.sync.strided import SOURCE, TARGET
@@ -184,13 +186,11 @@ class SyncPlan:
         """
         amounts = self.deliveries.in_flight.copy()
         for arrays in (self.source, self.target):
-            counts: dict[tuple[int, str], int] = {}
-            for index, dtype in zip(arrays.layout_of.tolist(), arrays.dtypes, strict=True):
-                counts[index, str(dtype)] = counts.get((index, str(dtype)), 0) + 1
-            by_name = {str(dtype): itemsize(dtype) for dtype in dict.fromkeys(arrays.dtypes)}
+            counts = Counter(zip(arrays.layout_of.tolist(), arrays.dtypes, strict=True))
             for (index, dtype), count in counts.items():
-                layout = arrays.layouts[index]
-                amounts[np.unique(layout.owners)] += count * by_name[dtype] * int(np.prod(layout.cell, dtype=np.int64))
+                if index >= 0:  # others are not used, and their devices are not known
+                    layout = arrays.layouts[index]
+                    amounts[np.unique(layout.owners)] += count * itemsize(dtype) * math.prod(layout.cell)
         return {device.id: int(amount) for device, amount in zip(self.devices, amounts, strict=True)}
 
     @property
@@ -255,20 +255,22 @@ class SyncPlan:
     def _rows(self) -> list[SyncRow]:
         return sync_rows(self.schedule, self.table, self.matches.line_of)
 
-    def _summary(self) -> list[str]:
+    def _summary(self, way: str = "") -> list[str]:
         sent, received, peak = self.sent_bytes, self.received_bytes, self.peak_bytes
         crossing, flight = sum(self.network_bytes.values()), int(self.deliveries.in_flight.max(initial=0))
         most = [bytes_text(max(amounts.values(), default=0)) for amounts in (sent, received, peak)]
-        lines: list[str] = []
-        lines.append(
-            f"{len(self.source):,} arrays become {len(self.target):,}: {bytes_text(self.moved_bytes)} move, of which "
-            f"{bytes_text(self.lower_bound_bytes)} must and {bytes_text(crossing)} cross between hosts; "
-            f"{bytes_text(self.kept_bytes)} stay"
-        )
-        lines.append(
-            f"{self.round_count:,} round{'s' * (self.round_count != 1)}; a device sends at most {most[0]}, receives at "
-            f"most {most[1]}, has at most {bytes_text(flight)} in flight, and holds at most {most[2]}"
-        )
+        rounds = f"{self.round_count:,} round{'s' * (self.round_count != 1)}"
+        lines = [
+            f"{len(self.source):,} arrays become {len(self.target):,}{way}",
+            (
+                f"{bytes_text(self.moved_bytes)} move, of which {bytes_text(self.lower_bound_bytes)} must and "
+                f"{bytes_text(crossing)} cross between hosts; {bytes_text(self.kept_bytes)} stay"
+            ),
+            (
+                f"{rounds}; a device sends at most {most[0]}, receives {most[1]}, has {bytes_text(flight)} in flight, "
+                f"and holds {most[2]}"
+            ),
+        ]
         if self.seconds is not None:
             lines.append(f"modelled time: {self.seconds:.3g} s")
         if self.table.unused:
@@ -277,9 +279,9 @@ class SyncPlan:
 
     def __str__(self) -> str:
         rows = self._rows
-        lines = aligned([COLUMNS, *(row.cells() for row in rows[:MOST_ROWS])], BYTES_COLUMNS)
+        lines, way = row_lines(rows[:MOST_ROWS])
         lines += [f"and {len(rows) - MOST_ROWS:,} more"] * (len(rows) > MOST_ROWS)
-        return "\n".join([*lines, *self._summary()])
+        return "\n".join([*lines, *self._summary(way)])
 
     def __repr__(self) -> str:
         return f"<SyncPlan of {len(self.source):,} to {len(self.target):,} arrays, {bytes_text(self.moved_bytes)}>"

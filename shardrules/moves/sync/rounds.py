@@ -38,7 +38,7 @@ class Deliveries:
 def order_deliveries(
     flows: Sequence[PartFlow], routes: Sequence[Routes], limit_bytes: int, device_count: int
 ) -> Deliveries:
-    """Returns the contents in rounds. A device counts what it receives, and what it has cut out to send."""
+    """Returns the contents in rounds. A device counts what it receives, and what it has cut out to send or to keep."""
     flow_index = [np.full(len(flow.parts) * flow.width, index, np.int32) for index, flow in enumerate(flows)]
     rows = [np.repeat(np.arange(len(flow.parts), dtype=np.int32), flow.width) for flow in flows]
     contents = [np.tile(np.arange(flow.width, dtype=np.int32), len(flow.parts)) for flow in flows]
@@ -46,7 +46,9 @@ def order_deliveries(
     if not flows:
         empty = np.zeros(0, np.int32)
         return Deliveries(empty, empty, empty, (0,), np.zeros(device_count, np.int64))
-    order = np.argsort(np.concatenate(arrays), kind="stable")
+    cells = np.concatenate([flow.cells(TARGET).reshape(-1) for flow in flows])
+    senders = np.concatenate([route.senders[:, :, 0].reshape(-1) for route in routes])
+    order = _in_turns(np.concatenate(arrays), cells, senders)
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
     bounds, in_flight = _bounds(flows, routes, place, limit_bytes, device_count)
@@ -57,6 +59,27 @@ def order_deliveries(
         bounds,
         in_flight,
     )
+
+
+def _in_turns(arrays: np.ndarray, cells: np.ndarray, senders: np.ndarray) -> np.ndarray:
+    """The order of contents by target array, in which its cells take turns, so that all devices are busy.
+
+    In a cell senders take turns, and each cell begins with another one.
+    """
+    number, _ = _numbers(np.lexsort((senders, cells, arrays)), arrays, cells, senders)
+    number, count = _numbers(np.lexsort((senders, number, cells, arrays)), arrays, cells)
+    turn = (number + cells * count // (1 + cells.max(initial=0))) % count
+    return np.lexsort((cells, turn, arrays))
+
+
+def _numbers(order: np.ndarray, *keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The number of each content among those with equal keys, in an order that has them together; and their count."""
+    starts = np.flatnonzero(np.any([np.diff(key[order], prepend=-1) != 0 for key in keys], axis=0))
+    counts = np.diff(starts, append=len(order))
+    numbers, sizes = np.empty(len(order), np.int64), np.empty(len(order), np.int64)
+    numbers[order] = np.arange(len(order)) - np.repeat(starts, counts)
+    sizes[order] = np.repeat(counts, counts)
+    return numbers, sizes
 
 
 def _bounds(
@@ -73,8 +96,11 @@ def _bounds(
         count = len(flow.parts) * flow.width
         places = place[start : start + count].reshape(len(flow.parts), flow.width, 1)
         start += count
-        moves = route.senders != route.receivers
-        for device, chosen in ((route.receivers, moves), (route.senders, moves & ~route.relayed)):
+        comes = np.full(route.receivers.shape, flow.source is not None)
+        for device, chosen in (
+            (route.receivers, comes),
+            (route.senders, comes & (route.senders != route.receivers) & ~route.relayed),
+        ):
             by_flow.append((device * total + places)[chosen])
             counts.append(len(by_flow[-1]))
             amounts.append(flow.content_bytes)

@@ -7,17 +7,25 @@ from typing import Any, final
 import attrs
 import numpy as np
 
+from shardrules.core.errors import printable
 from shardrules.core.finding import common_path, shape_text, template
 from shardrules.core.text import bytes_text
+from shardrules.core.views.table import aligned
 from shardrules.moves.sync.schedule import SyncSchedule
 from shardrules.moves.sync.strided import SOURCE, TARGET
-from shardrules.moves.sync.table import NameTable
+from shardrules.moves.sync.table import IDENTITY, NameTable
 
 COLUMNS = ("target", "source", "operations", "shape", "dtype", "from", "to", "moves", "stays")
 """The columns of the table."""
 
-BYTES_COLUMNS = (7, 8)
-"""The columns with numbers, which are aligned to the right."""
+_LINE_COLUMNS = (1, 2)
+"""The columns that stand below a row in text, where they would make it too wide."""
+
+_SHARDINGS = (5, 6)
+"""The columns with shardings."""
+
+_BYTES_COLUMNS = (5, 6)
+"""The columns of text with numbers, which are aligned to the right."""
 
 
 @final
@@ -49,6 +57,23 @@ class SyncRow:
             bytes_text(self.moved_bytes),
             bytes_text(self.kept_bytes),
         )
+
+
+def row_lines(rows: Sequence[SyncRow]) -> tuple[list[str], str]:
+    """Returns the table as aligned lines, below each row the line that makes it; and the meshes, if all rows agree."""
+    grid = [COLUMNS, *(row.cells() for row in rows)]
+    meshes = list(dict.fromkeys(tuple(row[column].partition(" on ")[2] for column in _SHARDINGS) for row in grid[1:]))
+    way = f", from {meshes[0][0]} to {meshes[0][1]}" if len(meshes) == 1 and all(meshes[0]) else ""
+    if way:
+        grid = [tuple(cell.partition(" on ")[0] for cell in cells) for cells in grid]
+    narrow = [[cell for column, cell in enumerate(cells) if column not in _LINE_COLUMNS] for cells in grid]
+    heading, rule, *texts = aligned(narrow, _BYTES_COLUMNS)
+    lines = [heading, rule]
+    for row, text in zip(rows, texts, strict=True):
+        lines.append(text)
+        if row.operations or row.sources != (IDENTITY,):
+            lines.append(printable(f"  {', '.join(row.sources)}{f': {row.operations}' if row.operations else ''}"))
+    return lines, way
 
 
 def sync_rows(schedule: SyncSchedule, table: NameTable, line_of: np.ndarray) -> list[SyncRow]:

@@ -6,7 +6,6 @@ from typing import Any, Literal, final
 
 import attrs
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from shardrules.core.axes import mesh_text
@@ -20,8 +19,9 @@ from shardrules.moves.pieces import exchange_pieces
 from shardrules.moves.prepare import is_deleted
 from shardrules.moves.schedule import Piece
 from shardrules.moves.sync.arrays import Arrays, PlannedDevice, side_name
-from shardrules.moves.sync.checksums import Checksums, bit_sum
-from shardrules.moves.sync.donor import SyncDonor
+from shardrules.moves.sync.checksums import Checksums
+from shardrules.moves.sync.donor import SyncDonor, live_buffers
+from shardrules.moves.sync.flows import PartFlow, itemsize
 from shardrules.moves.sync.schedule import Leg, SyncSchedule
 from shardrules.moves.sync.shards import DeviceShards, HostShards, ShardKind
 from shardrules.moves.sync.strided import SOURCE, TARGET
@@ -43,15 +43,17 @@ def run_schedule(
     if check not in (None, "sums"):
         raise ConfigError(f"check must be 'sums' or None, got {check!r:.60}")
     _check_devices(schedule)
-    values = _values(schedule.source, tree, 0)
-    old = None if into is None else _values(schedule.target, into, 1)
-    sources = {id(value) for value in values}
-    if old is not None and any(id(array) in sources for array in old):
+    used = [flow.parts.arrays[SOURCE].tolist() for flow in schedule.flows if flow.source is not None]
+    read = sorted(set().union(*used))
+    values = _values(schedule.source, tree, 0, read)
+    old = None if into is None else _values(schedule.target, into, 1, range(len(schedule.target)))
+    sources = {} if old is None else dict.fromkeys(buffer for value in values for buffer in live_buffers(value))
+    if any(buffer in sources for array in old or () for buffer in live_buffers(array)):
         raise ConfigError("run: `into` has arrays of the source, which would be given up before they are read")
     _check_agreement(fingerprint)
     # 64-bit arrays keep their width, even if JAX's x64 mode is off again by now.
-    widths = (jax.dtypes.itemsize_bits(dtype) for dtype in (*schedule.source.dtypes, *schedule.target.dtypes))
-    wide = max(widths, default=0) > 32
+    dtypes = dict.fromkeys((*[schedule.source.dtypes[index] for index in read], *schedule.target.dtypes))
+    wide = max(map(itemsize, dtypes), default=0) > 4
     with jax.transfer_guard("allow"), jax.enable_x64(True) if wide else contextlib.nullcontext():
         run = _Run.of(schedule, values, old, donate, check == "sums")
         result = run.run()
@@ -67,17 +69,16 @@ def _check_devices(schedule: SyncSchedule) -> None:
         )
 
 
-def _values(arrays: Arrays, tree: Any, side: int) -> list[Any]:
-    """The arrays of a tree, after comparing each with the plan."""
+def _values(arrays: Arrays, tree: Any, side: int, used: Sequence[int]) -> list[Any]:
+    """The arrays of a tree, after comparing those that are used with the plan."""
     try:
         values = arrays.flatten(tree)
     except (ValueError, TypeError, IndexError) as error:
         raise TreeError(f"run: the tree does not have the structure of the plan's {side_name(side)}: {error}") from None
     findings: list[Finding] = []
-    for path, shape, dtype, sharding, value in zip(
-        arrays.paths, arrays.shapes, arrays.dtypes, arrays.shardings, values, strict=True
-    ):
-        why = _difference(value, shape, dtype, sharding)
+    for index in used:
+        path, shape = arrays.paths[index], arrays.shapes[index]
+        why = _difference(values[index], shape, arrays.dtypes[index], arrays.shardings[index])
         if why:
             findings.append(Finding("error", "other-array", why, path, "Plan with this tree, or place it", shape))
     if findings:
@@ -87,7 +88,7 @@ def _values(arrays: Arrays, tree: Any, side: int) -> list[Any]:
 
 def _difference(value: Any, shape: tuple[int, ...], dtype: Any, sharding: Any) -> str:
     if not isinstance(value, jax.Array):
-        return f"it is a {type(value).__name__}, not an array of JAX"
+        return f"its type is {type(value).__name__}, not jax.Array"
     if is_deleted(value):
         return "it was deleted or donated"
     if value.shape != shape or value.dtype != dtype:
@@ -135,7 +136,7 @@ class _Run:
     def of(schedule: SyncSchedule, values: list[Any], old: list[Any] | None, donate: bool, check: bool) -> "_Run":
         is_host = all(device.platform == "cpu" for device in schedule.devices)
         donor = SyncDonor.of(schedule, values) if donate else None
-        sums = Checksums.of(len(schedule.target)) if check else None
+        sums = Checksums.of(schedule) if check else None
         return _Run(
             schedule, values, old, donor, sums, HostShards() if is_host else DeviceShards(), jax.process_index()
         )
@@ -148,6 +149,8 @@ class _Run:
         for number, chosen in enumerate(deliveries.rounds()):
             legs = list(self.schedule.legs(chosen))
             self._move([leg for leg in legs if not leg.is_relayed], [leg for leg in legs if leg.is_relayed])
+            # Devices run behind: the next round would be on its way, too.
+            jax.block_until_ready([shard for shards in self.shards.values() for shard in shards.values()])
             # Contents come target by target: those before the next one's are complete.
             following = chosen.stop
             first = len(self.result)
@@ -158,7 +161,6 @@ class _Run:
                 self._finish(index)
             done = max(done, first)
             if self.donor is not None:
-                jax.block_until_ready([array for array in self.result[:first] if array is not None])
                 for index in self.donor.last(number):
                     self.opened.pop(index, None)
                     self.donor.free(self.values, index)
@@ -223,9 +225,19 @@ class _Run:
         return tuple(step.size for step in leg.flow.inner), dtype
 
     def _content(self, leg: Leg, passed: dict[Any, Any]) -> Any:
-        """A content in the form in which it travels."""
-        if leg.is_relayed:
-            return passed[id(leg.flow), leg.row, leg.content, leg.sender]
+        """A content in the form in which it travels, on the device that sends it."""
+        content = passed[id(leg.flow), leg.row, leg.content, leg.sender] if leg.is_relayed else self._cut(leg)
+        if self.sums is not None:
+            self.sums.add_sent(leg, self._changed(leg.flow, content))
+        return content
+
+    def _changed(self, flow: PartFlow, content: Any) -> Any:
+        """A content as it is written, after it has come."""
+        return (
+            content if flow.source is not None and flow.casts_first else self.kind.change(content, flow.parts.changes)
+        )
+
+    def _cut(self, leg: Leg) -> Any:
         flow = leg.flow
         if flow.source is None:
             return None
@@ -236,23 +248,19 @@ class _Run:
                 device: self.kind.open(shard) for device, shard in local_shards(self.values[index]).items()
             }
         shard = shards[self.schedule.devices[leg.sender]]
-        content = self.kind.cut(shard, flow, flow.offsets(SOURCE, leg.row, leg.content))
-        return self.kind.change(content, flow.parts.changes) if flow.casts_first else content
+        changes = flow.parts.changes if flow.casts_first else ()
+        return self.kind.cut(shard, flow, flow.offsets(SOURCE, leg.row, leg.content), changes)
 
     def _arrive(self, leg: Leg, content: Any, relays: Any, passed: dict[Any, Any]) -> None:
         flow = leg.flow
         if (id(flow), leg.row, leg.content, leg.receiver) in relays:
             passed[id(flow), leg.row, leg.content, leg.receiver] = content
-        if flow.source is None or not flow.casts_first:
-            content = self.kind.change(content, flow.parts.changes)
+        content = self._changed(flow, content)
         index, device = int(flow.parts.arrays[TARGET][leg.row]), self.schedule.devices[leg.receiver]
         if index not in self.shards:
             self.shards[index] = self._begin(index)
         offset = flow.offsets(TARGET, leg.row, leg.content)
         shards = self.shards[index]
-        if self.sums is not None:
-            sizes = [step.size for step in flow.inner]
-            self.sums.sent[index] += bit_sum(np.broadcast_to(np.asarray(content), sizes))
         shards[device] = self.kind.join(shards[device], content, flow, offset)
 
     def _begin(self, index: int) -> dict[Any, Any]:
@@ -261,7 +269,8 @@ class _Run:
         sharding, shape = target.shardings[index], target.shapes[index]
         assert sharding is not None
         old = None if self.old is None else self.old[index]
-        if old is not None and isinstance(self.kind, DeviceShards):
+        # An array at two paths is taken by the first.
+        if old is not None and isinstance(self.kind, DeviceShards) and not is_deleted(old):
             return dict(local_shards(old))
         if old is not None:
             old.delete()
@@ -277,5 +286,5 @@ class _Run:
         assert sharding is not None
         shards = self.shards.pop(index) if index in self.shards else self._begin(index)
         if self.sums is not None:
-            self.sums.arrived[index] = sum(bit_sum(np.asarray(shard)) for shard in shards.values())
+            self.sums.add_arrived(index, shards)
         self.result[index] = self.kind.finish(target.shapes[index], target.dtypes[index], sharding, shards)

@@ -2,7 +2,7 @@
 
 import abc
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import attrs
@@ -32,8 +32,8 @@ class ShardKind(abc.ABC):
         """Returns a new shard without values."""
 
     @abc.abstractmethod
-    def cut(self, shard: Any, flow: PartFlow, offset: Sequence[int]) -> Any:
-        """Returns the content that begins at an offset of a shard of the source."""
+    def cut(self, shard: Any, flow: PartFlow, offset: Sequence[int], changes: Changes) -> Any:
+        """Returns the content that begins at an offset of a shard of the source, after it is cast and scaled."""
 
     @abc.abstractmethod
     def join(self, shard: Any, content: Any, flow: PartFlow, offset: Sequence[int]) -> Any:
@@ -71,8 +71,8 @@ class HostShards(ShardKind):
     def blank(self, shape: tuple[int, ...], dtype: Any, device: Any) -> np.ndarray:
         return aligned_empty(shape, np.dtype(dtype))
 
-    def cut(self, shard: np.ndarray, flow: PartFlow, offset: Sequence[int]) -> np.ndarray:
-        return _view(shard, flow.inner, SOURCE, offset)
+    def cut(self, shard: np.ndarray, flow: PartFlow, offset: Sequence[int], changes: Changes) -> np.ndarray:
+        return self.change(_view(shard, flow.inner, SOURCE, offset), changes)
 
     def join(self, shard: np.ndarray, content: Any, flow: PartFlow, offset: Sequence[int]) -> np.ndarray:
         _view(shard, flow.inner, TARGET, offset)[...] = content
@@ -98,11 +98,11 @@ class HostShards(ShardKind):
         return np.asarray(content)
 
     def finish(self, shape: tuple[int, ...], dtype: Any, sharding: Sharding, shards: dict[Any, Any]) -> jax.Array:
-        arrays = [
-            device_put(shards[device], SingleDeviceSharding(device))
-            for device in sharding.addressable_devices_indices_map(shape)
-        ]
-        return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
+        if not shards:  # other processes have them
+            return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+        # JAX asks for shards in the order of devices, and once where all are equal.
+        ordered = (shards[device] for device in sharding.addressable_devices_indices_map(shape))
+        return jax.make_array_from_callback(shape, sharding, lambda _: next(ordered), dtype=dtype)
 
 
 def _view(shard: np.ndarray, steps: Sequence[StridedStep], side: Side, offset: Sequence[int]) -> np.ndarray:
@@ -122,13 +122,17 @@ class DeviceShards(ShardKind):
         return shard
 
     def blank(self, shape: tuple[int, ...], dtype: Any, device: Any) -> jax.Array:
-        return device_put(np.zeros(shape, dtype), SingleDeviceSharding(device))
+        return _zeros(shape, dtype, device)()
 
-    def cut(self, shard: jax.Array, flow: PartFlow, offset: Sequence[int]) -> jax.Array:
-        return _cut(shard, _on(shard, offset), steps=_shape(flow.inner, SOURCE))
+    def cut(self, shard: jax.Array, flow: PartFlow, offset: Sequence[int], changes: Changes) -> jax.Array:
+        # A content is never in memory in the wider dtype.
+        dtype, rest = (
+            (changes[0][1], changes[1:]) if changes[:1] and changes[0][0] == "cast" else (shard.dtype, changes)
+        )
+        return self.change(_cut(shard, np.array(offset, np.int32), steps=_shape(flow.inner, SOURCE), dtype=dtype), rest)
 
     def join(self, shard: jax.Array, content: Any, flow: PartFlow, offset: Sequence[int]) -> jax.Array:
-        return _join(shard, content, _on(shard, offset), steps=_shape(flow.inner, TARGET))
+        return _join(shard, content, np.array(offset, np.int32), steps=_shape(flow.inner, TARGET))
 
     def change(self, content: Any, changes: Changes) -> Any:
         if changes and changes[0][0] == "fill":  # a constant has no device
@@ -139,7 +143,7 @@ class DeviceShards(ShardKind):
         return content
 
     def send(self, content: jax.Array, device: Any) -> jax.Array:
-        return device_put(content, SingleDeviceSharding(device), may_alias=False)
+        return device_put(content, device)
 
     def to_device(self, content: jax.Array, device: Any) -> jax.Array:
         return content
@@ -160,8 +164,10 @@ def _shape(steps: Sequence[StridedStep], side: Side) -> _Steps:
     return tuple((step.size, step.dims[side], step.strides[side]) for step in steps)
 
 
-def _on(shard: jax.Array, offset: Sequence[int]) -> jax.Array:
-    return device_put(np.array(offset, np.int32), shard.sharding)
+@functools.lru_cache(1024)
+def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], jax.Array]:
+    """A program for a device, which does not send zeros there."""
+    return jit(lambda: jnp.zeros(shape, dtype), out_shardings=SingleDeviceSharding(device))
 
 
 def _window(steps: _Steps, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -183,18 +189,18 @@ def _indices(steps: _Steps, starts: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(places)
 
 
-@functools.partial(jit, static_argnames=("steps",))
-def _cut(shard: jax.Array, starts: jax.Array, *, steps: _Steps) -> jax.Array:
+@functools.partial(jit, static_argnames=("steps", "dtype"))
+def _cut(shard: jax.Array, starts: Any, *, steps: _Steps, dtype: Any) -> jax.Array:
     window = _window(steps, shard.ndim)
     if window is None:
-        return shard[_indices(steps, starts)]
+        return shard[_indices(steps, starts)].astype(dtype)
     shape, order = window
-    box = lax.dynamic_slice(shard, list(starts), shape)
+    box = lax.dynamic_slice(shard, list(starts), shape).astype(dtype)
     return box.transpose(order).reshape([size for size, _, _ in steps])
 
 
 @functools.partial(jit, static_argnames=("steps",), donate_argnums=0)
-def _join(shard: jax.Array, content: jax.Array, starts: jax.Array, *, steps: _Steps) -> jax.Array:
+def _join(shard: jax.Array, content: jax.Array, starts: Any, *, steps: _Steps) -> jax.Array:
     window = _window(steps, shard.ndim)
     content = jnp.broadcast_to(content, [size for size, _, _ in steps]).astype(shard.dtype)
     if window is None:

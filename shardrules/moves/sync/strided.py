@@ -200,6 +200,8 @@ def reshape(parts: Parts, old: Sequence[int], new: Sequence[int]) -> Iterator[Pa
     if tuple(old) == tuple(new):
         yield parts
         return
+    if 0 in new:  # nothing is part of an empty array
+        return
     # The array as a vector first: all dims of the target as one.
     factors = row_major(old)
     steps = [step.moved(TARGET, 0, step.strides[TARGET] * factors[step.dims[TARGET]]) for step in parts.steps]

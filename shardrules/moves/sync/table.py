@@ -74,7 +74,8 @@ class NameLine:
 
 _KEYS = ("source", "target", "operations")
 
-_IDENTITY = "{*path}"
+IDENTITY = "{*path}"
+"""The pattern of any path."""
 
 
 def _as_lines(values: Any) -> tuple[NameLine, ...]:
@@ -120,7 +121,7 @@ class NameTable:
 
     A line with `tied()` also matches arrays that belong to other lines. `lines` are `NameLine`s, or tuples `(source,
     target, operations)`, where the last may be left out. `unused` has patterns of the paths in the source that the
-    target does not need. A `ConfigError` lists all lines that cannot be read.
+    target does not need, which may be anything. A `ConfigError` lists all lines that cannot be read.
 
     ```python
     from shardrules.reports import NameTable
@@ -144,7 +145,7 @@ class NameTable:
         if isinstance(value, NameTable):
             return value
         if value is None:
-            return NameTable([(_IDENTITY, _IDENTITY)])
+            return NameTable([(IDENTITY, IDENTITY)])
         if isinstance(value, str | Path):
             return NameTable.load(value)
         return NameTable(value)

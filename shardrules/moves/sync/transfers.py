@@ -1,6 +1,7 @@
 """The transfers of a sync for a transport of your own: from slices of shards to slices of shards."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -75,17 +76,10 @@ def _transfers(schedule: SyncSchedule, leg: Leg, number: int) -> Iterator[Transf
             paths[TARGET],
             schedule.devices[leg.receiver],
             new,
-            flow.content_bytes // _count(rest),
+            flow.content_bytes // math.prod(step.size for step in rest),
             number,
             leg.is_relayed,
         )
-
-
-def _count(steps: Sequence[StridedStep]) -> int:
-    count = 1
-    for step in steps:
-        count *= step.size
-    return count
 
 
 def _sliceable(steps: Sequence[StridedStep]) -> list[StridedStep]:

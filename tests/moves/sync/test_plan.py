@@ -1,6 +1,7 @@
 """Schedules and reports of syncs: who sends, what crosses, rounds, peaks, seconds, and the forms of a plan."""
 
 import json
+import math
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +74,24 @@ def test_rounds_are_within_the_limit(limit: int | None) -> None:
     assert kept == {device: 96 * 2048 * 4 // (8 if device < 8 else 3) for device in range(14)}
 
 
+@pytest.mark.parametrize(
+    ("shape", "old", "new"),
+    [
+        ((1024, 512), ("fsdp:8", P("fsdp")), ("tp:8", P(None, "tp"))),
+        ((1024, 512), ("fsdp:8", P("fsdp")), ("tp:4", P("tp"))),
+        ((64, 128, 128), ("fsdp:8,tp:4", P(None, "fsdp", "tp")), ("tp:8", P(None, None, "tp"))),
+        ((64, 128, 128), ("fsdp:8,tp:4", P(None, "fsdp", "tp")), ("dp:4,tp:8", P(None, None, "tp"))),
+        ((64, 128, 128), ("fsdp:64", P(None, "fsdp")), ("dp:8,tp:8", P(None, "tp"))),
+    ],
+)
+def test_all_devices_are_busy_in_each_round(shape: tuple[int, ...], old: Any, new: Any) -> None:
+    """There are no more rounds than the device with the most bytes needs, and one more."""
+    limit = math.prod(shape) * 4 // 32
+    plan = plan_one(shape, old, new, limit)
+    most = max(*plan.sent_bytes.values(), *plan.received_bytes.values())
+    assert plan.round_count <= most / limit + 1
+
+
 @pytest.mark.parametrize("is_source", [True, False])
 def test_made_up_devices_are_apart_from_those_that_exist(is_source: bool) -> None:
     shapes = [{"w": placed(mesh, P("a"), 16)} for mesh in (sr.mesh_shape("a:4"), sr.create_mesh("a:8"))]
@@ -98,6 +117,16 @@ def test_seconds_are_of_the_slowest_device() -> None:
     assert "modelled time: " in str(plan)
 
 
+def test_rows_on_several_meshes_say_them() -> None:
+    meshes = [sr.mesh_shape(text) for text in ("a:4", "b:2", "c:2")]
+    source = {name: placed(meshes[0], P("a"), 8) for name in "xy"}
+    target = {name: placed(mesh, P(), 8) for name, mesh in zip("xy", meshes[1:], strict=True)}
+    text = str(sr.plan_sync(source, target))
+    assert "P('a') on a:4  P() on c:2" in text
+    assert "\n2 arrays become 2\n" in text
+    assert "{*path}" not in text
+
+
 def test_a_plan_prints_and_is_the_same_in_other_forms() -> None:
     source = {
         **{f"layers/{index}/up": placed(sr.mesh_shape("a:4"), P("a"), 8, 4) for index in range(3)},
@@ -107,8 +136,16 @@ def test_a_plan_prints_and_is_the_same_in_other_forms() -> None:
     table = NameTable([("layers/{i}/up", "ups", "stack('i')")], "opt")
     plan = sr.plan_sync(source, target, names=table)
     text = str(plan)
-    assert "layers/{i}/up" in text and "P(None, 'b') on b:2" in text and "unused: opt" in text  # noqa: PT018
-    assert "4 arrays become 1: 384 B move, of which 384 B must and 384 B cross between hosts; 0 B stay" in text
+    assert text.splitlines() == [
+        "target  shape      dtype    from    to            moves  stays",
+        "------  ---------  -------  ------  ------------  -----  -----",
+        "ups     (3, 8, 4)  float32  P('a')  P(None, 'b')  384 B    0 B",
+        "  layers/{i}/up: stack('i')",
+        "4 arrays become 1, from a:4 to b:2",
+        "384 B move, of which 384 B must and 384 B cross between hosts; 0 B stay",
+        "1 round; a device sends at most 96 B, receives 192 B, has 192 B in flight, and holds 384 B",
+        "unused: opt",
+    ]
     assert repr(plan) == "<SyncPlan of 4 to 1 arrays, 384 B>"
     html = plan._repr_html_()
     assert html.count("<tr>") == 2 and "&#x27;b&#x27;" in html  # noqa: PT018

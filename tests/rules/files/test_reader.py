@@ -45,8 +45,16 @@ RULES: dict[str, tuple[str, ShardingRule]] = {
         HuggingFaceShardingRule("tp", ("data", "fsdp"), 64, {"up": "columns"}),
     ),
     "logical": (
-        'rule = {type = "logical", mapping = {embed = "data", heads = ["data", "model"], norm = "-"}}',
-        sr.LogicalShardingRule([("embed", "data"), ("heads", ("data", "model")), ("norm", None)]),
+        """
+        [rule]
+        type = "logical"
+        mapping = {embed = "data", heads = ["data", "model"], norm = "-"}
+        unknown = "error"
+        lost = "error"
+        """,
+        sr.LogicalShardingRule(
+            [("embed", "data"), ("heads", ("data", "model")), ("norm", None)], unknown="error", lost="error"
+        ),
     ),
     "memory": (
         'rule = {type = "memory", max_memory_per_device = "16 GiB", scope = "tree", axis_names = ["data", "model"]}',
