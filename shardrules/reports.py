@@ -32,6 +32,9 @@ from shardrules.programs.costs.schedule import LineTime
 from shardrules.programs.costs.step_time import StepTime
 from shardrules.programs.costs.timeline import Event, Timeline
 from shardrules.programs.experts.expert_exchange import ExpertLoad
+from shardrules.programs.patches.explicit import ExplicitCheck, TypeProblem
+from shardrules.programs.patches.patch import SourcePatch
+from shardrules.programs.patches.verify import Verification
 from shardrules.programs.pipelines.schedule import PipelineSchedule
 from shardrules.programs.pipelines.simulate import PipelineTimes
 from shardrules.programs.profiles.comparison import (
@@ -73,6 +76,7 @@ __all__ = [
     "DeviceTime",
     "Event",
     "ExpertLoad",
+    "ExplicitCheck",
     "FigureChange",
     "FilterJit",
     "FilterShardMap",
@@ -107,6 +111,7 @@ __all__ = [
     "RulesFile",
     "ShardingReport",
     "Source",
+    "SourcePatch",
     "SplitDim",
     "StepTime",
     "SyncPlan",
@@ -118,5 +123,7 @@ __all__ = [
     "TrainingPlan",
     "TrainingPlanReport",
     "Transfer",
+    "TypeProblem",
     "UnmatchedTime",
+    "Verification",
 ]

@@ -250,6 +250,11 @@ class ExpectationError(ShardRulesError, AssertionError):
 
 
 @final
+class PatchError(ShardRulesError, ValueError):
+    """Source code that a patch cannot change: no file, not the user's, or not what was imported."""
+
+
+@final
 class ReportError(ShardRulesError, ValueError):
     """Text that is not a saved report of an audit or of autoplan."""
 

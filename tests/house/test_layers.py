@@ -13,7 +13,7 @@ TREES = ("core", "mesh", "rules", "placement", "checkpoints", "moves", "checks",
 """The rooms below the wall, about trees of arrays: none of them loads what reads programs."""
 
 PROGRAMS = (
-    *("jaxprs", "machine", "compiled", "costs", "compiling", "profiles", "audits"),
+    *("jaxprs", "machine", "compiled", "costs", "compiling", "profiles", "audits", "patches"),
     *("regions", "attention", "experts", "pipelines", "traced", "compilers", "autoplan", "training"),
 )
 """The rooms of `programs`."""

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, final
 
 import attrs
@@ -18,6 +19,7 @@ from shardrules.core.text import bytes_text
 from shardrules.core.tree import array_kind
 from shardrules.core.views.diff import Placements, PlanDiff
 from shardrules.core.views.table import MOST_ROWS, aligned
+from shardrules.programs.autoplan.answer.code import planned_program
 from shardrules.programs.autoplan.answer.diff import AutoPlanDiff
 from shardrules.programs.autoplan.answer.explain import (
     Alternative,
@@ -45,6 +47,10 @@ from shardrules.programs.autoplan.solve.search import SearchResult, Task
 from shardrules.programs.autoplan.solve.solver import LIMIT_TOLERANCE
 from shardrules.programs.compiling.arguments import donated_arguments
 from shardrules.programs.costs.step_time import StepTime
+from shardrules.programs.machine.targets import Target
+from shardrules.programs.patches.explicit import ExplicitCheck
+from shardrules.programs.patches.patch import SourcePatch, check_explicit, make_patch
+from shardrules.programs.patches.planned import PlannedProgram
 
 Status: TypeAlias = Literal["optimal", "feasible"]
 """A plan's proof: no other that fits is better, or another may be."""
@@ -290,6 +296,34 @@ class AutoPlan:
             self.memory_limit,
             int(self.result.peak_bytes),
         )
+
+    def to_patch(
+        self,
+        fn: Callable[..., Any],
+        *,
+        root: str | Path | None = None,
+        target: Target | str | None = None,
+        time_limit: float = 300,
+    ) -> SourcePatch:
+        """Returns the plan's layouts inside of the function as a patch of its source, which prints as a diff.
+
+        `fn` is the function that was planned, from files of the project `root`: by default that of its own file. On
+        Auto axes annotations are `with_sharding_constraint`s, on Explicit ones `reshard` and `out_sharding`. Only those
+        stay without which the program compiled for `target`, by default that of the plan, is another; once `time_limit`
+        seconds are over, none is taken out any more. Raises `PatchError` where no line can be changed.
+        """
+        return make_patch(fn, self._program(fn), root, target, time_limit)
+
+    def check_explicit(
+        self, fn: Callable[..., Any], *, root: str | Path | None = None, target: Target | str | None = None
+    ) -> ExplicitCheck:
+        """Returns the lines of the function that JAX refuses on an Explicit mesh, each with what mends it."""
+        return check_explicit(fn, self._program(fn), root, target)
+
+    def _program(self, fn: Callable[..., Any]) -> PlannedProgram:
+        # A plan of the only argument is for that argument, not for a tuple of it.
+        arguments = self.argument_plan(0) if len(self.args) == 1 else self.plan
+        return planned_program(self.jit(fn), self.args, arguments)
 
     @functools.cached_property
     def split_dims(self) -> tuple[SplitDim, ...]:
