@@ -121,7 +121,6 @@ COMMAND = Command(
     (
         "autoplan docs/examples/train_gpt.py:training --mesh data:4,model:2",
         "autoplan docs/examples/train_gpt.py:training --mesh 8 -o auto.json",
-        "autoplan docs/examples/train_gpt.py:training --mesh data:4,model:2 --rules-out rules.toml",
     ),
     _declare,
     _run,

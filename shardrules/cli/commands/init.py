@@ -117,7 +117,7 @@ COMMAND = Command(
     "MODEL (--mesh MESH | --plan JSON) [options]",
     (
         "init docs/examples/train_gpt.py:GPT --mesh data:4,model:2",
-        "init docs/examples/train_gpt.py:GPT --plan auto.json",
+        "init docs/examples/train_gpt.py:GPT --plan before.json --force",
     ),
     _declare,
     _run,

@@ -248,7 +248,9 @@ def elements_by_shard(plan: SyncPlan) -> np.ndarray:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=[pytest.mark.slow] if name == "DeepSeek-V3" else []) for name in MODELS]
+)
 def test_a_published_model_is_planned_in_time(model: str, sampler: str) -> None:
     (source, target, names), old_rule, new_rule, seconds = MODELS[model]
     old = old_rule.plan(source, sr.mesh_shape("fsdp:8,tp:8")).check()

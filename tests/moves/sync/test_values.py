@@ -41,6 +41,7 @@ def test_random_trees_are_as_numpy_makes_them(seed: int, devices: str) -> None:
         check(case, plan_of(case).run(case.source, check="sums"))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_programs_on_devices_make_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("shardrules.moves.sync.run")

@@ -51,9 +51,8 @@ def stacked(checkpoint: Shapes) -> Any:
     return model
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "deepseek v3" else []) for name in CHECKPOINTS]
-)
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_published_checkpoints_have_tables_both_ways(name: str) -> None:
     checkpoint = published(name)
     model = stacked(checkpoint)
