@@ -3,6 +3,7 @@
 import functools
 import os
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,8 @@ def test_a_file_that_has_changed_since_the_import_is_refused(tmp_path: Path) -> 
         pinned_patch(fn, tmp_path)
 
 
-def test_a_line_more_at_the_end_is_a_change(tmp_path: Path) -> None:
+def test_a_line_more_at_the_end_is_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # the time of the file that was read stands there
     fn = written(MODEL, tmp_path).f
     (tmp_path / "model.py").write_text(MODEL + "# a line\n")
     with pytest.raises(PatchError, match="changed since the import"):

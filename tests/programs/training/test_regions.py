@@ -146,6 +146,7 @@ def mixture(model: Any, tokens: Any, **options: Any) -> Any:
 TOKENS = jax.random.normal(jax.random.key(1), (EXAMPLES, 3, WIDTH))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [{}, {"capacity": 1}, {"how": "ring"}, {"how": "sum"}, {"capacity": 2, "how": "dense"}, {"inner": True}],

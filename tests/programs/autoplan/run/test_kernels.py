@@ -123,6 +123,7 @@ def interpreted(equation: Any, how: Any) -> Any:
     return equation.replace(params={**equation.params, "interpret": how})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("axes", [("data", None), (None, "model"), ("data", "model")])
 @pytest.mark.parametrize(
     ("options", "sizes"),

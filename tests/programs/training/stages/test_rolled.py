@@ -255,6 +255,7 @@ def assert_computes_the_same(program: ClosedJaxpr, other: ClosedJaxpr, args: Any
         (before_others, (WEIGHTS, X), LAYERS),
     ],
 )
+@pytest.mark.sample(5)
 def test_equal_layers_become_a_loop(fn: Any, args: Any, length: int) -> None:
     program = traced(fn, *args)
     loop = rolled(program)

@@ -147,7 +147,7 @@ def gradients(loss: Any, step: Step | None, model: Any, batch: Any, dtype: Any =
 
 @pytest.mark.parametrize("step", SUITABLE, ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 def test_values_and_gradients_are_those_of_the_loss(loss: Any, step: Step) -> None:
     actual = gradients(loss, step, model(), batch())
     assert all(bool(jnp.isfinite(array).all()) for array in jax.tree.leaves(actual))
