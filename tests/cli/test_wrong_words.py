@@ -110,7 +110,7 @@ WRONG = [
     ("--rules auto plan", "--rules must follow a command: shardrules COMMAND --rules"),
     ("plan", "the following arguments are required: MODEL; see shardrules plan --help"),
     # Initial rules
-    ("init m.py:make", "the following arguments are required: --mesh"),
+    ("init m.py:make", "no mesh: pass --mesh data:16,model:4, axes and sizes; or a --plan, which has one"),
     # Models
     ("plan '' AUTO", "the name of the model is empty: a model is module:function"),
     ("plan m.py AUTO", "name a function in it that returns the model, m.py:make"),

@@ -36,8 +36,8 @@ def score(params, source, target):
     memory = encode(params["encoder"], params["embed"][source])
     x = decode(params["decoder"], params["embed"][target[:-1]], memory)
     scores = jax.nn.log_softmax(x @ params["head"])
-    wanted = jax.nn.one_hot(target[1:], WORDS)
-    return jnp.mean(jnp.sum(scores * wanted, -1))
+    answers = jax.nn.one_hot(target[1:], WORDS)
+    return jnp.mean(jnp.sum(scores * answers, -1))
 
 
 def loss(params, sources, targets):
