@@ -36,6 +36,9 @@ LAZY: dict[str, str] = {
     "etils": "comes with orbax, which takes only its paths",
     "matplotlib": "an extra, and slow to import; only figures need it",
     "jax.experimental.pallas.ops.tpu.megablox.gmm": "imports Pallas, which only programs with its kernels have done",
+    "shardrules.programs.patches.patch": "a fifth of what planning a function loads, and few plans become a patch",
+    "shardrules.programs.autoplan.answer.code": "as shardrules.programs.patches.patch",
+    "shardrules.rules.from_plan.rules_of": "as shardrules.programs.patches.patch: few plans become rules",
     "shardrules.cli.main": "it needs an extra; without it the user gets a one-line message",
 }
 """What may be imported inside a function, and why."""

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from shardrules.core.axes import AnyMesh, check_mesh, mesh_text
+from shardrules.core.deadline import Deadline
 from shardrules.core.errors import (
     ConfigError,
     ConfigTypeError,
@@ -42,7 +43,6 @@ from shardrules.programs.autoplan.answer.plan import AutoPlan, Candidate
 from shardrules.programs.autoplan.answer.prove import prove_plan
 from shardrules.programs.autoplan.graph.machine import Assumptions
 from shardrules.programs.autoplan.query import Query, QueryOptions, check_time_limit, read_query
-from shardrules.programs.autoplan.solve.deadline import Deadline
 from shardrules.programs.autoplan.solve.search import SearchResult
 from shardrules.programs.machine.hardware import Hardware
 

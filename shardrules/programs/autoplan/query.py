@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.callables import name_of
+from shardrules.core.deadline import Deadline
 from shardrules.core.errors import ConfigError, DoesNotFitError, RuleTypeError
 from shardrules.core.fields import read_bytes
 from shardrules.core.finding import Finding, plan_error
@@ -22,7 +23,6 @@ from shardrules.programs.autoplan.answer.findings import does_not_fit_text
 from shardrules.programs.autoplan.answer.plan import AutoPlan
 from shardrules.programs.autoplan.graph.machine import Assumptions, Machine
 from shardrules.programs.autoplan.run.call import Call, read_call
-from shardrules.programs.autoplan.solve.deadline import Deadline
 from shardrules.programs.autoplan.solve.limits import search_within
 from shardrules.programs.autoplan.solve.proof import memory_bound
 from shardrules.programs.autoplan.solve.search import SearchResult, Task

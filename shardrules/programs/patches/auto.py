@@ -1,8 +1,8 @@
 """The annotations that a function needs on Auto axes: those without which the compiler chooses otherwise."""
 
-import time
 from collections.abc import Callable, Sequence
 
+from shardrules.core.deadline import Deadline
 from shardrules.programs.patches.reading import Reading
 from shardrules.programs.patches.text import Annotation
 from shardrules.programs.patches.trials import EQUAL, CompiledFigures, PatchTarget, constrained, needed
@@ -12,7 +12,7 @@ _NEAR = 1.01
 
 
 def auto_annotations(
-    reading: Reading, machine: PatchTarget, goal: CompiledFigures, deadline: float
+    reading: Reading, machine: PatchTarget, goal: CompiledFigures, deadline: Deadline
 ) -> tuple[list[Annotation], CompiledFigures]:
     """Returns annotations with which a function is compiled as planned, none of which can be taken out, and the figures
     of the program with them."""
@@ -50,11 +50,11 @@ def improved(
     order: Sequence[int],
     outcome: Callable[[frozenset[int]], CompiledFigures],
     goal: CompiledFigures,
-    deadline: float,
+    deadline: Deadline,
 ) -> frozenset[int]:
     """Returns a choice that is faster, if the plan is: each annotation is added, or left out, where that is faster."""
     for number in order:
-        if outcome(chosen).seconds <= _NEAR * goal.seconds or time.monotonic() > deadline:
+        if outcome(chosen).seconds <= _NEAR * goal.seconds or deadline.is_over:
             break
         changed = chosen ^ {number}
         # Changes below the tolerance of times are not worth a line.
@@ -64,7 +64,10 @@ def improved(
 
 
 def take_out(
-    order: Sequence[int], outcome: Callable[[frozenset[int]], CompiledFigures], goal: CompiledFigures, deadline: float
+    order: Sequence[int],
+    outcome: Callable[[frozenset[int]], CompiledFigures],
+    goal: CompiledFigures,
+    deadline: Deadline,
 ) -> list[int]:
     """Returns those of some annotations that cannot be taken out: without each the program is worse, or another."""
     whole = outcome(frozenset(order))
@@ -72,5 +75,5 @@ def take_out(
     limit = goal if whole.is_as_good_as(goal, exact=exact) else whole
     return needed(
         order,
-        lambda chosen: time.monotonic() < deadline and outcome(chosen).is_as_good_as(limit, exact=exact),
+        lambda chosen: not deadline.is_over and outcome(chosen).is_as_good_as(limit, exact=exact),
     )

@@ -9,7 +9,6 @@ code is tried as a tree of syntax whose positions are those of the source, so th
 import ast
 import contextlib
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, TracebackType
 from typing import Any, cast, final
@@ -21,6 +20,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from shardrules.core.axes import AnyMesh
+from shardrules.core.deadline import Deadline
 from shardrules.core.errors import PatchError, PlanError, printable
 from shardrules.core.finding import Finding
 from shardrules.core.spec import spec_repr
@@ -105,7 +105,7 @@ class ExplicitTrials:
     reading: Reading
     machine: PatchTarget
     mesh: Mesh
-    deadline: float
+    deadline: Deadline
     _numbers: dict[int, int]
     """The numbers of places, by the ids of their nodes."""
     mends: dict[int, Form] = attrs.field(factory=dict)
@@ -115,7 +115,7 @@ class ExplicitTrials:
     _outcomes: dict[frozenset[tuple[int, str]], CompiledFigures | None] = attrs.field(factory=dict)
 
     @classmethod
-    def of(cls, reading: Reading, machine: PatchTarget, deadline: float) -> "ExplicitTrials":
+    def of(cls, reading: Reading, machine: PatchTarget, deadline: Deadline) -> "ExplicitTrials":
         mesh = machine.target.mesh(reading.plan.mesh)
         types = (AxisType.Explicit,) * len(mesh.axis_names)
         numbers = {id(place.node): number for number, place in enumerate(reading.sources.places)}
@@ -233,7 +233,7 @@ class ExplicitTrials:
         index = self._tried.get(number, 0)
         message = str(error).partition("\n")[0]
         place, needs = self.reading.sources.places[number], self.reading.needs
-        if index >= len(options) or time.monotonic() > self.deadline:
+        if index >= len(options) or self.deadline.is_over:
             self.problems[number] = TypeProblem(place, message, ())
             return False
         self._tried[number] = index + 1
@@ -349,7 +349,7 @@ def explicit_annotations(trials: ExplicitTrials, goal: CompiledFigures) -> tuple
     # What was needed beside other annotations may not be any more.
     for number in reversed(list(trials.mends)):
         fewer: dict[int, Form] = {each: form for each, form in forms.items() if each != number}
-        is_spare = time.monotonic() < trials.deadline and trials.error(fewer) is None
+        is_spare = not trials.deadline.is_over and trials.error(fewer) is None
         if is_spare and trials.compiled(fewer).is_as_good_as(limit, exact=False):
             forms = fewer
     return [trials.annotation(each, form) for each, form in forms.items()], trials.compiled(forms)

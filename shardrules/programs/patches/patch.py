@@ -3,13 +3,13 @@
 import difflib
 import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, final
 
 import attrs
 
+from shardrules.core.deadline import NO_DEADLINE, Deadline
 from shardrules.core.finding import Finding, listing
 from shardrules.core.spec import spec_repr
 from shardrules.programs.compiling.request import CompileRequest
@@ -82,7 +82,7 @@ def make_patch(
     time_limit: float,
 ) -> SourcePatch:
     """Returns the patch of a plan."""
-    deadline = time.monotonic() + time_limit
+    deadline = Deadline.after(time_limit)
     reading = Reading.of(fn, plan, root)
     machine = machine_of(plan, target)
     goal = machine.outcome(plan.planned)
@@ -94,7 +94,7 @@ def make_patch(
         findings += [problem.finding for problem in trials.problems.values() if not problem.annotations]
     else:
         annotations, figures = auto_annotations(reading, machine, goal, deadline)
-    if time.monotonic() > deadline:
+    if deadline.is_over:
         message = f"the time limit of {time_limit:g} s was reached: some annotations may not be needed"
         findings.append(Finding("note", "time-limit", message, remedy="Raise time_limit"))
     findings += _unsaid(reading, figures, goal)
@@ -120,7 +120,7 @@ def check_explicit(
     fn: Callable[..., Any], plan: PlannedProgram, root: str | Path | None, target: Target | str | None
 ) -> ExplicitCheck:
     """Returns the lines of a function that JAX refuses on Explicit axes."""
-    trials = ExplicitTrials.of(Reading.of(fn, plan, root), machine_of(plan, target), float("inf"))
+    trials = ExplicitTrials.of(Reading.of(fn, plan, root), machine_of(plan, target), NO_DEADLINE)
     trials.mended(frozenset())
     return ExplicitCheck(tuple(trials.problems.values()))
 
@@ -128,7 +128,7 @@ def check_explicit(
 def machine_of(plan: PlannedProgram, target: Target | str | None) -> PatchTarget:
     """Returns what a patch is compiled for."""
     machine = plan.target if target is None else Target.parse(target)
-    return PatchTarget(plan.mesh, machine, plan.hardware, plan.structs, plan.in_shardings, plan.out_shardings)
+    return PatchTarget(plan.mesh, machine, plan.hardware, plan.structs, plan.specs, plan.result_specs)
 
 
 def file_diff(change: AnnotatedFile, root: Path) -> str:

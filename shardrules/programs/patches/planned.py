@@ -35,8 +35,6 @@ class PlannedProgram:
     structs: tuple[jax.ShapeDtypeStruct, ...]
     specs: tuple[PartitionSpec, ...]
     result_specs: tuple[PartitionSpec, ...]
-    in_shardings: tuple[Any, ...]
-    out_shardings: tuple[Any, ...]
     trace: Callable[[], ClosedJaxpr]
     """Traces the function again, as it was traced before."""
 

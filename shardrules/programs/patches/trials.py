@@ -63,14 +63,14 @@ class PatchTarget:
     target: Target
     hardware: Hardware
     structs: tuple[jax.ShapeDtypeStruct, ...]
-    in_shardings: tuple[Any, ...]
-    out_shardings: tuple[Any, ...]
+    specs: tuple[PartitionSpec, ...]
+    result_specs: tuple[PartitionSpec, ...]
 
     def outcome(self, program: ClosedJaxpr) -> CompiledFigures:
         """Compiles a program on flat arrays."""
         run = jaxpr_as_fun(program)
         request = CompileRequest(
-            lambda *arrays: tuple(run(*arrays)), None, self.in_shardings, self.out_shardings, (), None, "auto"
+            lambda *arrays: tuple(run(*arrays)), None, self.specs, self.result_specs, (), None, "auto"
         )
         return self.outcome_of(request, self.structs)
 

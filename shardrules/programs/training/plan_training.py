@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from shardrules.core.callables import name_of
+from shardrules.core.deadline import Deadline
 from shardrules.core.errors import (
     ConfigError,
     ConfigTypeError,
@@ -22,7 +23,6 @@ from shardrules.core.tree import array_kind
 from shardrules.programs.autoplan.graph.machine import Assumptions
 from shardrules.programs.autoplan.query import QueryOptions, check_rule, check_time_limit
 from shardrules.programs.autoplan.run.call import strong, struct
-from shardrules.programs.autoplan.solve.deadline import Deadline
 from shardrules.programs.machine.hardware import Hardware
 from shardrules.programs.training.answer.make import proved_plan, training_plan
 from shardrules.programs.training.answer.plan import TrainingPlan

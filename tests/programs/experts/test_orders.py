@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import shardrules as sr
+from shardrules.core.deadline import NO_DEADLINE
 from shardrules.programs.autoplan.graph.region_cost import shard_axes
 from shardrules.programs.autoplan.query import QueryOptions, read_query
-from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE
 from shardrules.programs.regions.declaration import ShardAxes
 from tests.programs.examples import mesh_on
 

@@ -34,7 +34,5 @@ def planned_program(function: PlannedFunction, args: tuple[Any, ...], arguments:
         call.structs,
         function.specs,
         function.result_specs,
-        function.specs,
-        function.result_specs,
         trace,
     )

@@ -11,10 +11,10 @@ from typing import Any, Generic, TypeVar, final
 
 import attrs
 
+from shardrules.core.deadline import NO_DEADLINE, Deadline
 from shardrules.core.errors import DoesNotFitError, ShardRulesError
 from shardrules.core.finding import Finding
 from shardrules.core.text import bytes_text
-from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 
 LONGER = 1.25
 """The longest that another plan may take to compile, as a part of the slowest so far; chosen by hand."""

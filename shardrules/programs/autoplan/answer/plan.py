@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 import attrs
 import jax.tree_util as jtu
@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardrules.core.axes import AnyMesh, mesh_text
+from shardrules.core.deadline import Deadline
 from shardrules.core.errors import TreeError, printable, suggest
 from shardrules.core.finding import Finding, listing, template
 from shardrules.core.rule import ShardingPlan, ShardingRule, SpecTreeShardingRule
@@ -19,7 +20,6 @@ from shardrules.core.text import bytes_text
 from shardrules.core.tree import array_kind
 from shardrules.core.views.diff import Placements, PlanDiff
 from shardrules.core.views.table import MOST_ROWS, aligned
-from shardrules.programs.autoplan.answer.code import planned_program
 from shardrules.programs.autoplan.answer.diff import AutoPlanDiff
 from shardrules.programs.autoplan.answer.explain import (
     Alternative,
@@ -40,7 +40,6 @@ from shardrules.programs.autoplan.graph.machine import COLLECTIVE_KINDS
 from shardrules.programs.autoplan.graph.problem import ChosenMove
 from shardrules.programs.autoplan.run.call import Call
 from shardrules.programs.autoplan.run.replay import PlannedFunction
-from shardrules.programs.autoplan.solve.deadline import Deadline
 from shardrules.programs.autoplan.solve.limits import frontier_points, search_within
 from shardrules.programs.autoplan.solve.peak import Certainty, Peak
 from shardrules.programs.autoplan.solve.search import SearchResult, Task
@@ -48,9 +47,11 @@ from shardrules.programs.autoplan.solve.solver import LIMIT_TOLERANCE
 from shardrules.programs.compiling.arguments import donated_arguments
 from shardrules.programs.costs.step_time import StepTime
 from shardrules.programs.machine.targets import Target
-from shardrules.programs.patches.explicit import ExplicitCheck
-from shardrules.programs.patches.patch import SourcePatch, check_explicit, make_patch
-from shardrules.programs.patches.planned import PlannedProgram
+
+if TYPE_CHECKING:
+    from shardrules.programs.patches.explicit import ExplicitCheck
+    from shardrules.programs.patches.patch import SourcePatch
+    from shardrules.programs.patches.planned import PlannedProgram
 
 Status: TypeAlias = Literal["optimal", "feasible"]
 """A plan's proof: no other that fits is better, or another may be."""
@@ -304,7 +305,7 @@ class AutoPlan:
         root: str | Path | None = None,
         target: Target | str | None = None,
         time_limit: float = 300,
-    ) -> SourcePatch:
+    ) -> "SourcePatch":
         """Returns the plan's layouts inside of the function as a patch of its source, which prints as a diff.
 
         `fn` is the function that was planned, from files of the project `root`: by default that of its own file. On
@@ -312,15 +313,21 @@ class AutoPlan:
         stay without which the program compiled for `target`, by default that of the plan, is another; once `time_limit`
         seconds are over, none is taken out any more. Raises `PatchError` where no line can be changed.
         """
+        from shardrules.programs.patches.patch import make_patch
+
         return make_patch(fn, self._program(fn), root, target, time_limit)
 
     def check_explicit(
         self, fn: Callable[..., Any], *, root: str | Path | None = None, target: Target | str | None = None
-    ) -> ExplicitCheck:
+    ) -> "ExplicitCheck":
         """Returns the lines of the function that JAX refuses on an Explicit mesh, each with what mends it."""
+        from shardrules.programs.patches.patch import check_explicit
+
         return check_explicit(fn, self._program(fn), root, target)
 
-    def _program(self, fn: Callable[..., Any]) -> PlannedProgram:
+    def _program(self, fn: Callable[..., Any]) -> "PlannedProgram":
+        from shardrules.programs.autoplan.answer.code import planned_program
+
         # A plan of the only argument is for that argument, not for a tuple of it.
         arguments = self.argument_plan(0) if len(self.args) == 1 else self.plan
         return planned_program(self.jit(fn), self.args, arguments)

@@ -16,11 +16,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from shardrules.core.deadline import Deadline
 from shardrules.core.finding import Finding
 from shardrules.core.text import bytes_text
 from shardrules.programs.autoplan.answer.compilations import LONGER, Compilations
 from shardrules.programs.autoplan.answer.plan import AutoPlan, CompiledPlan
-from shardrules.programs.autoplan.solve.deadline import Deadline
 from shardrules.programs.autoplan.solve.limits import search_within
 from shardrules.programs.autoplan.solve.search import SearchResult, Task
 from shardrules.programs.autoplan.solve.solver import CLOSE

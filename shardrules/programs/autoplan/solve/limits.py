@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
-from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
+from shardrules.core.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.autoplan.solve.search import SearchResult, Task
 from shardrules.programs.autoplan.solve.trials import Trial, Trials
 

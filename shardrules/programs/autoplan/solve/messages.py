@@ -13,9 +13,9 @@ from typing import final
 import attrs
 import numpy as np
 
+from shardrules.core.deadline import Deadline
 from shardrules.programs.autoplan.graph.home import project
 from shardrules.programs.autoplan.graph.problem import Problem
-from shardrules.programs.autoplan.solve.deadline import Deadline
 from shardrules.programs.autoplan.solve.formulation import MemoryConstraint
 
 

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 from scipy.optimize import linprog
 
-from shardrules.programs.autoplan.solve.deadline import Deadline
+from shardrules.core.deadline import Deadline
 from shardrules.programs.autoplan.solve.formulation import MemoryConstraint
 from shardrules.programs.autoplan.solve.memory import peaks
 from shardrules.programs.autoplan.solve.messages import Messages, MessageState

@@ -15,11 +15,11 @@ from typing import Any, final
 import attrs
 import numpy as np
 
+from shardrules.core.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.autoplan.graph.build import build_problem
 from shardrules.programs.autoplan.graph.machine import Machine
 from shardrules.programs.autoplan.graph.problem import Problem
 from shardrules.programs.autoplan.graph.restrict import restrict, variable_count
-from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.autoplan.solve.formulation import MICRO, Formulation
 from shardrules.programs.autoplan.solve.memory import Occupancy, peaks
 from shardrules.programs.autoplan.solve.messages import Messages

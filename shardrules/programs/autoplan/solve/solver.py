@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import csr_array, vstack
 
-from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
+from shardrules.core.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.autoplan.solve.formulation import MICRO, Formulation, MemoryConstraint, sparse
 
 CLOSE = 1e-3

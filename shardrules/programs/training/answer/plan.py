@@ -25,7 +25,6 @@ from shardrules.programs.training.answer.prove import ProvedPlan, TrainingProof,
 from shardrules.programs.training.answer.report import TrainingCandidate, TrainingPlanReport
 from shardrules.programs.training.search.problem import Outcome, TrainingProblem
 from shardrules.programs.training.step import Recipe, TrainingStep
-from shardrules.rules.from_plan.rules_of import rules_of
 
 
 @final
@@ -135,6 +134,8 @@ class TrainingPlan:
 
         State that is split as its parameters needs no patterns of its own.
         """
+        from shardrules.rules.from_plan.rules_of import rules_of
+
         return rules_of(self.as_rule().plan(self.planned.args[:2], self.mesh), self.planned.argument_plan(0))
 
     def shardings(self, mesh: Mesh | None = None) -> Any:

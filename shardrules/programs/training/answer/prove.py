@@ -6,13 +6,13 @@ from typing import Self, final
 import attrs
 from jax.sharding import Mesh
 
+from shardrules.core.deadline import NO_DEADLINE, Deadline
 from shardrules.core.errors import CompileError
 from shardrules.core.finding import Finding
 from shardrules.core.text import bytes_text
 from shardrules.programs.audits.audit import audit
 from shardrules.programs.audits.report import AuditReport
 from shardrules.programs.autoplan.answer.compilations import Compilations
-from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.machine.flags import read_flags
 from shardrules.programs.training.search.problem import Outcome, TrainingProblem
 

@@ -11,6 +11,7 @@ import jax
 
 from shardrules.core.axes import AnyMesh, mesh_sizes, mesh_text
 from shardrules.core.callables import name_of
+from shardrules.core.deadline import NO_DEADLINE, Deadline
 from shardrules.core.errors import DoesNotFitError, MeshError, MicrobatchError, PlanError, UnknownAxisError
 from shardrules.core.fields import read_bytes
 from shardrules.core.spec import shard_bytes
@@ -19,7 +20,6 @@ from shardrules.programs.autoplan.answer.findings import does_not_fit_text
 from shardrules.programs.autoplan.answer.plan import AutoPlan
 from shardrules.programs.autoplan.query import Query, QueryOptions, memory_limit, pinned_specs, read_query
 from shardrules.programs.autoplan.run.call import axis_names_of, read_call
-from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.autoplan.solve.proof import prime_sizes, rest_bound, split_bytes
 from shardrules.programs.autoplan.solve.search import SearchResult
 from shardrules.programs.traced.program import read_jaxpr

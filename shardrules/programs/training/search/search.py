@@ -15,8 +15,8 @@ from typing import final
 
 import attrs
 
+from shardrules.core.deadline import Deadline
 from shardrules.programs.autoplan.graph.host_moves import EXPOSED_ARGUMENTS
-from shardrules.programs.autoplan.solve.deadline import Deadline
 from shardrules.programs.costs.memory import host_seconds
 from shardrules.programs.costs.step_time import seconds_text
 from shardrules.programs.training.cluster import Shape

@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.core.deadline import NO_DEADLINE
 from shardrules.core.errors import CompileError
 from shardrules.programs.autoplan.answer.compilations import Compilations
 from shardrules.programs.autoplan.answer.prove import _Proof
 from shardrules.programs.autoplan.query import device_mesh
-from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE
 from shardrules.programs.autoplan.solve.search import Task
 from shardrules.programs.autoplan.solve.trials import Trials
 from shardrules.programs.compiling.compile import CompilerMemory

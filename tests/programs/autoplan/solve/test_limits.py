@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.core.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.autoplan.answer.plan import AutoPlan
 from shardrules.programs.autoplan.answer.prove import _Proof
 from shardrules.programs.autoplan.query import Query, QueryOptions, read_query
-from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.autoplan.solve.search import Search, SearchResult, Task
 from shardrules.programs.autoplan.solve.trials import Trial
 from shardrules.programs.compiling.compile import compiled_memory

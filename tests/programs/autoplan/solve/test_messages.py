@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
+from shardrules.core.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.autoplan.solve.messages import Messages
 from shardrules.programs.autoplan.solve.search import Task
 from tests.programs.autoplan.solve.test_solver import best_cost, random_task

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import shardrules as sr
+from shardrules.core.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.autoplan.graph.machine import Machine
 from shardrules.programs.autoplan.solve import search
-from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.autoplan.solve.formulation import MICRO
 from shardrules.programs.autoplan.solve.messages import Messages
 from shardrules.programs.autoplan.solve.price import Budget, within_budget

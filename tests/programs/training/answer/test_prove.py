@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from shardrules.core.deadline import NO_DEADLINE, Deadline
 from shardrules.core.errors import CompileError, DoesNotFitError
-from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.training.answer.make import proved_plan, training_plan
 from shardrules.programs.training.answer.plan import TrainingPlan
 from shardrules.programs.training.answer.prove import ProvedPlan, TrainingProof, plans_to_prove, prove_outcome

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
+from shardrules.core.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.training.cluster import Cluster
 from shardrules.programs.training.search.problem import TrainingProblem, plan_once
 from shardrules.programs.training.search.search import TrainingSearch, first_fitting

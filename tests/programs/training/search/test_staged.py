@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import shardrules as sr
+from shardrules.core.deadline import NO_DEADLINE, Deadline
 from shardrules.core.errors import ConfigError, PlanError
-from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
 from shardrules.programs.training.cluster import Cluster
 from shardrules.programs.training.search.search import TrainingSearch
 from shardrules.programs.training.search.staged import StageSearch, Staging

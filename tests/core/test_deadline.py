@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 import shardrules as sr
-from shardrules.programs.autoplan.solve.deadline import NO_DEADLINE, Deadline
+from shardrules.core.deadline import NO_DEADLINE, Deadline
 
 
 def test_examples_are_split_even_without_any_time() -> None:
