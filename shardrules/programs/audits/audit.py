@@ -16,14 +16,11 @@ from shardrules.programs.audits.modules import module_costs
 from shardrules.programs.audits.movement import Movement
 from shardrules.programs.audits.report import AuditedArray, AuditReport
 from shardrules.programs.audits.timing import Timing
-from shardrules.programs.compiled.collectives import find_collectives
-from shardrules.programs.compiled.flops import find_matmuls, flops_by_dtype
+from shardrules.programs.compiled.flops import flops_by_dtype
 from shardrules.programs.compiled.kernel_costs import KernelCost, KernelFacts, read_kernel_costs
-from shardrules.programs.compiled.program import read_program
 from shardrules.programs.compiling.kernel_calls import find_kernel_calls
 from shardrules.programs.compiling.request import CompileRequest
 from shardrules.programs.costs.kernels import kernel_seconds
-from shardrules.programs.costs.slowest import slowest_of
 from shardrules.programs.machine.hardware import Hardware
 from shardrules.programs.machine.targets import Target
 
@@ -104,14 +101,12 @@ def audit_request(
     costs = read_kernel_costs(kernel_costs)
     # Tolerant: a program that does not fit still has a report, which says what takes the memory.
     result = request.compile(args, mesh, target, tolerant=True)
-    program = read_program(result.compiled.text)
     kernel_facts = KernelFacts(costs, find_kernel_calls(result.compiled.jaxpr))
-    matmuls = find_matmuls(program, kernel_facts)
+    timing = Timing.of(result, target, sheet, kernel_facts)
+    program, matmuls = timing.program, timing.matmuls
     sizes = mesh_sizes(result.mesh)
     arguments = AuditedArguments(result.compiled, program, result.arguments.arrays, result.roles, sizes)
     function = TracedFunction(result.compiled, sizes, matmuls, program.partition_count)
-    slowest = slowest_of(sheet, program.partition_count)
-    timing = Timing(program, find_collectives(program, result.mesh, target), matmuls, slowest)
     schedule = timing.schedule
     return AuditReport(
         name=name_of(request.fn),
@@ -134,7 +129,7 @@ def audit_request(
         compile_seconds=result.seconds,
         hlo_text=result.compiled.text,
         kernel_seconds=tuple(
-            (kernel.name, kernel_seconds(kernel, slowest))
+            (kernel.name, kernel_seconds(kernel, timing.hardware))
             for kernel in timing.kernels
             if kernel.names or any(matmul.origin != "library" for matmul in kernel.matmuls)
         ),

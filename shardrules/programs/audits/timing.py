@@ -2,21 +2,25 @@
 
 import functools
 from collections.abc import Iterable
-from typing import final
+from typing import Self, final
 
 import attrs
 
 from shardrules.core.finding import Severity
-from shardrules.programs.compiled.collectives import Collective
-from shardrules.programs.compiled.flops import Matmul
+from shardrules.programs.compiled.collectives import Collective, find_collectives
+from shardrules.programs.compiled.flops import Matmul, find_matmuls
 from shardrules.programs.compiled.flow import LOOP_ROLES
+from shardrules.programs.compiled.kernel_costs import KernelFacts
 from shardrules.programs.compiled.kernels import Kernel, find_kernels
-from shardrules.programs.compiled.program import CompiledProgram
+from shardrules.programs.compiled.program import CompiledProgram, read_program
+from shardrules.programs.compiling.request import CompileResult
 from shardrules.programs.costs.kernels import kernel_seconds
 from shardrules.programs.costs.schedule import PlayedSchedule, play_schedule
+from shardrules.programs.costs.slowest import slowest_of
 from shardrules.programs.costs.step_time import seconds_text
 from shardrules.programs.costs.tasks import collective_seconds
 from shardrules.programs.machine.hardware import Hardware
+from shardrules.programs.machine.targets import Target
 
 _WARNING_SHARE = 0.01
 """A finding that costs a smaller share of the modelled step is a note. Chosen by hand: the cheapest accident with a
@@ -35,6 +39,13 @@ class Timing:
     collectives: tuple[Collective, ...]
     matmuls: tuple[Matmul, ...]
     hardware: Hardware
+
+    @classmethod
+    def of(cls, result: CompileResult, target: Target, hardware: Hardware, facts: KernelFacts) -> Self:
+        """Reads a compiled program; `facts` are those of the kernels in it."""
+        program = read_program(result.compiled.text)
+        collectives = find_collectives(program, result.mesh, target)
+        return cls(program, collectives, find_matmuls(program, facts), slowest_of(hardware, program.partition_count))
 
     @functools.cached_property
     def kernels(self) -> tuple[Kernel, ...]:

@@ -27,8 +27,8 @@ from shardrules.programs.autoplan.solve.limits import search_within
 from shardrules.programs.autoplan.solve.proof import memory_bound
 from shardrules.programs.autoplan.solve.search import SearchResult, Task
 from shardrules.programs.compiling.arguments import argument_names
-from shardrules.programs.machine.hardware import Hardware, sheets
-from shardrules.programs.machine.targets import Target
+from shardrules.programs.machine.hardware import Hardware, ready_name
+from shardrules.programs.machine.targets import target_of
 from shardrules.programs.traced.program import TracedProgram, read_jaxpr
 
 
@@ -217,13 +217,11 @@ def device_mesh(mesh: AnyMesh, hardware: Hardware) -> Mesh:
     """Returns a mesh to compile for: the mesh itself, or one like it of devices that need not be present."""
     if isinstance(mesh, Mesh):
         return mesh
-    name = next((name for name, sheet in sheets().items() if sheet.name == hardware.name), "")
-    platform, _, chip = name.partition(":")
-    if platform == "cuda":
-        return Target("cuda", chip, (mesh.size,)).mesh(mesh)
-    if platform == "cpu":
-        return Target("cpu", shape=(mesh.size,)).mesh(mesh)
-    cause = f"{chip} slices have several shapes" if platform == "tpu" else f"{hardware.name!r} is not a ready sheet"
+    target = target_of(hardware, mesh.size)
+    if target is not None:
+        return target.mesh(mesh)
+    _, _, chip = ready_name(hardware).partition(":")
+    cause = f"{chip} slices have several shapes" if chip else f"{hardware.name!r} is not a ready sheet"
     raise ConfigError(
         f"autoplan(prove=True) compiles, and the mesh {mesh_text(mesh)} has no devices to compile for: {cause}. Pass "
         'a mesh of a target, such as mesh=sr.Target.parse("tpu:v5e:4x4").mesh(mesh)'

@@ -420,6 +420,11 @@ def sheets() -> Mapping[str, Hardware]:
     return MappingProxyType({name: _read_sheet(table) for name, table in tables.items()})
 
 
+def ready_name(hardware: Hardware) -> str:
+    """Returns the name of the ready sheet of a device; empty if there is none."""
+    return next((name for name, sheet in sheets().items() if sheet.name == hardware.name), "")
+
+
 def _read_sheet(table: Mapping[str, Any]) -> Hardware:
     # A figure without a value keeps its default: all devices of a TPU slice are connected.
     values = {figure: table[figure]["value"] for figure in FIGURES if "value" in table.get(figure, ())}

@@ -28,7 +28,7 @@ from shardrules.core.errors import MissingCompilerError, ShardRulesError, Target
 from shardrules.core.fields import whole_number
 from shardrules.mesh.layout import lay_out
 from shardrules.programs.machine.flags import Flags, flags_text, read_flags
-from shardrules.programs.machine.hardware import Hardware
+from shardrules.programs.machine.hardware import Hardware, ready_name
 
 Platform: TypeAlias = Literal["cpu", "tpu", "cuda"]
 """The platform whose compiler is used."""
@@ -291,6 +291,13 @@ class Target:
         for coords, device_id in np.ndenumerate(lay_out(sizes, mesh.axis_names, devices).ids):
             arranged[coords] = by_id[int(device_id)]
         return Mesh(arranged, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def target_of(hardware: Hardware, count: int) -> Target | None:
+    """Returns the target of some devices with a ready sheet; `None` without one, and for TPUs, whose slices of a size
+    have several shapes."""
+    name = ready_name(hardware)
+    return None if not name or name.startswith("tpu") else Target.parse(f"{name}:{count}")
 
 
 def closed_dims(chip: str, sizes: Sequence[int]) -> tuple[bool, ...]:

@@ -4,7 +4,7 @@ import ast
 import json
 import keyword
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, final
 
 import attrs
@@ -61,24 +61,20 @@ class FileNames:
         """Returns a name like this one that the file does not use."""
         name = re.sub(r"\W", "_", name)
         name = f"_{name}" if not name or name[0].isdigit() else name
-        names = {each.id for each in ast.walk(self.file.tree) if isinstance(each, ast.Name)} | self._bound.keys()
-        free, count = name, 1
-        while free in names or keyword.iskeyword(free):
-            count += 1
-            free = f"{name}_{count}"
+        names = {each.id for each in ast.walk(self.file.tree) if isinstance(each, ast.Name)}
+        free = _free(name, names | self._bound.keys())
         self._bound[free] = 1
         return free
 
     def local(self, name: str, function: ast.AST) -> str:
         """Returns a name like this one that a function does not use."""
-        space = self._local.setdefault(
-            id(function), {each.id for each in ast.walk(function) if isinstance(each, ast.Name)}
-        )
-        space |= {each.arg for each in ast.walk(function) if isinstance(each, ast.arg)}
-        free, count = name, 1
-        while free in space or keyword.iskeyword(free):
-            count += 1
-            free = f"{name}_{count}"
+        space = self._local.get(id(function))
+        if space is None:
+            nodes = list(ast.walk(function))
+            space = {each.id for each in nodes if isinstance(each, ast.Name)}
+            space |= {each.arg for each in nodes if isinstance(each, ast.arg)}
+            self._local[id(function)] = space
+        free = _free(name, space)
         space.add(free)
         return free
 
@@ -128,6 +124,15 @@ class FileNames:
         start = self.file.line_starts[line]
         following = self.file.line_of(line + 1).strip()
         return [Edit(start, start, text + "\n" * bool(following and (self.constants or not line)))]
+
+
+def _free(name: str, names: Collection[str]) -> str:
+    """A name like this one that is none of some names, and no word of Python."""
+    free, count = name, 1
+    while free in names or keyword.iskeyword(free):
+        count += 1
+        free = f"{name}_{count}"
+    return free
 
 
 def dotted_names(body: Sequence[ast.stmt]) -> dict[str, str]:

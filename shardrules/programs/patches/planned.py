@@ -11,8 +11,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from shardrules.core.axes import AnyMesh, mesh_text
 from shardrules.core.errors import AxisTypeError, ConfigError
 from shardrules.core.rule import ShardingPlan
-from shardrules.programs.machine.hardware import Hardware, sheets
-from shardrules.programs.machine.targets import Target
+from shardrules.programs.machine.hardware import Hardware
+from shardrules.programs.machine.targets import Target, target_of
 from shardrules.programs.patches.needs import Layouts
 
 
@@ -55,12 +55,9 @@ class PlannedProgram:
         device = self.mesh.devices.flat[0] if isinstance(self.mesh, Mesh) else None
         if device is not None and device.platform == "cpu":
             return Target("cpu")
-        name = next((name for name, sheet in sheets().items() if sheet.name == self.hardware.name), "")
-        platform, _, chip = name.partition(":")
-        if platform == "cuda":
-            return Target("cuda", chip, (self.mesh.size,))
-        if platform == "cpu":
-            return Target("cpu")
+        target = target_of(self.hardware, self.mesh.size)
+        if target is not None:
+            return target
         raise ConfigError(
             f"patches are compiled, and it is not known for which devices: {self.hardware.name!r} is no ready sheet of "
             'GPUs or CPUs, and slices of TPUs have several shapes. Pass target="tpu:v5e:4x4", say'

@@ -185,8 +185,7 @@ class _Texts:
         start, stop = self.file.span(node)
         body, call = self.taken(start, stop), self.names.function("jax.sharding.auto_axes")
         arguments, ending = f"lambda {', '.join(names)}: {body}, out_sharding={spec}", f")({', '.join(operands)})"
-        margin = self.file.line_of(annotation.place.statement.lineno)
-        margin = margin[: len(margin) - len(margin.lstrip())]
+        margin = self.margin(annotation.place)
         is_long = len(margin) + len(call) + len(arguments) + len(ending) > _WIDTH
         text = f"{call}(\n{margin}    {arguments}\n{margin}{ending}" if is_long else f"{call}({arguments}{ending}"
         self.insert(start, stop, 0, text)
@@ -222,8 +221,7 @@ class _Texts:
         is_grouped = data[outer - 1 : outer] == b"(" and data[end : end + 1] == b")"
         is_grouped = is_grouped and not _OPERATOR.match(data[outer - 2 : outer - 1])
         # Between parentheses, a long line may be broken anywhere.
-        margin = self.file.line_of(place.statement.lineno)
-        margin = margin[: len(margin) - len(margin.lstrip())] + " " * 4
+        margin = self.margin(place) + " " * 4
         lines = ("", "") if fits else (f"\n{margin}    ", f"\n{margin}")
         if is_grouped and fits:
             self.open(outer - 1, call)
@@ -240,6 +238,11 @@ class _Texts:
         else:
             end = len(self.file.data)
             self.lines.append(_Insertion(end, end, 0, f"\n{text}"))
+
+    def margin(self, place: Place) -> str:
+        """The blanks with which the line of a statement begins, whatever stands there."""
+        line = self.file.line_of(place.statement.lineno)
+        return line[: len(line) - len(line.lstrip())]
 
     def indent(self, statement: ast.stmt) -> str | None:
         """The blanks before a statement; `None` if something else stands in its line before it."""

@@ -10,13 +10,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules.core.axes import AnyMesh
 from shardrules.programs.audits.timing import Timing
-from shardrules.programs.compiled.collectives import find_collectives, totals
-from shardrules.programs.compiled.flops import find_matmuls
+from shardrules.programs.compiled.collectives import totals
 from shardrules.programs.compiled.kernel_costs import KernelFacts
-from shardrules.programs.compiled.program import read_program
 from shardrules.programs.compiling.kernel_calls import find_kernel_calls
 from shardrules.programs.compiling.request import CompileRequest
-from shardrules.programs.costs.slowest import slowest_of
 from shardrules.programs.jaxprs.bodies import bodies_of, with_bodies
 from shardrules.programs.jaxprs.rewrite import Writer
 from shardrules.programs.jaxprs.walk import open_jaxpr
@@ -76,10 +73,8 @@ class PatchTarget:
 
     def outcome_of(self, request: CompileRequest, args: tuple[Any, ...]) -> CompiledFigures:
         result = request.compile(args, self.mesh, self.target, tolerant=True)
-        program = read_program(result.compiled.text)
-        matmuls = find_matmuls(program, KernelFacts((), find_kernel_calls(result.compiled.jaxpr)))
-        slowest = slowest_of(self.hardware, program.partition_count)
-        timing = Timing(program, find_collectives(program, result.mesh, self.target), matmuls, slowest)
+        facts = KernelFacts((), find_kernel_calls(result.compiled.jaxpr))
+        timing = Timing.of(result, self.target, self.hardware, facts)
         groups = totals(timing.collectives, lambda collective: (collective.kind, collective.axes_text))
         return CompiledFigures(
             timing.schedule.time.seconds,

@@ -20,8 +20,8 @@ from shardrules.mesh.divisors import divisors, prime_factors
 from shardrules.mesh.layout import DeviceInfo
 from shardrules.mesh.shape import mesh_shape
 from shardrules.programs.autoplan.graph.machine import hardware_of, has_sheet
-from shardrules.programs.machine.hardware import Hardware, sheets
-from shardrules.programs.machine.targets import Target
+from shardrules.programs.machine.hardware import Hardware, ready_name
+from shardrules.programs.machine.targets import Target, target_of
 from shardrules.programs.training.stages.run import STAGE_AXIS
 
 Shape: TypeAlias = tuple[int, ...]
@@ -155,14 +155,15 @@ class Cluster:
     def compile_target(self) -> Target:
         if self.target is not None:
             return self.target
-        name = next((name for name, sheet in sheets().items() if sheet.name == self.hardware.name), "")
-        if not name or name.startswith("tpu"):
+        target = target_of(self.hardware, self.count)
+        if target is None:
+            name = ready_name(self.hardware)
             cause = "slices have several shapes" if name else f"{self.hardware.name!r} is not a ready sheet"
             raise ConfigError(
                 f"it is unknown what to compile for on {self.name}: {cause}. Pass a target as cluster, such as "
                 "'tpu:v5e:4x4'"
             )
-        return Target.parse(f"{name}:{self.count}")
+        return target
 
     def public_mesh(self, mesh: AnyMesh) -> AnyMesh:
         """Returns a mesh as users get it: of a target, which cannot run anything, only the shape."""

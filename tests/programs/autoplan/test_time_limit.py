@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 from scipy.optimize import OptimizeResult
 
 import shardrules as sr
+from shardrules.core import deadline
 from shardrules.programs.autoplan import query
-from shardrules.programs.autoplan.solve import deadline, messages, search, solver
+from shardrules.programs.autoplan.solve import messages, search, solver
 from tests.programs.autoplan.test_autoplan import GRID, codes, loss, mlp, train
 
 LIMIT = 10.0
