@@ -13,10 +13,11 @@ from shardrules.core.axes import mesh_sizes, mesh_text
 from shardrules.core.errors import printable
 from shardrules.core.leaf import Leaf
 from shardrules.core.rule import ShardingPlan
+from shardrules.core.storage.records import toml_string
 from shardrules.core.text import bytes_text
 from shardrules.programs.autoplan.answer.explain import alternative_text
 from shardrules.programs.autoplan.answer.plan import AutoPlan
-from shardrules.rules.files.writer import proved_text, rules_text, toml_string
+from shardrules.rules.files.writer import proved_text, rules_text
 from shardrules.rules.regex import RegexShardingRule
 
 

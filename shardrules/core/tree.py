@@ -347,7 +347,7 @@ class _Walker:
         """Returns the graph below `node`, whose leaves begin at position `start`."""
         if self.box_type is not None and isinstance(node, self.box_type):
             raise _BoxFoundError
-        # Most programs have no variables, and then no container is asked about.
+        # Most programs have no variables of nnx, and then no container is asked for one.
         of_nnx = self.variable_types and issubclass(type(node), self.variable_types)
         if of_nnx or (is_named_array(node) and structure.num_leaves):
             child, part = _registry.flatten_one_level(node)[0][0], structure.children()[0]

@@ -3,11 +3,9 @@
 import contextlib
 import functools
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeAlias, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
-import attrs
 import jax
 from jax.extend.backend import register_backend_cache
 from jax.sharding import Sharding, SingleDeviceSharding
@@ -19,6 +17,7 @@ from shardrules.core.jax_state import device_put, process_count, process_id, und
 from shardrules.mesh.processes import exchange
 from shardrules.moves.assemble import Recipe, assemble, make_recipe, moves_in_memory, release_freed_memory
 from shardrules.moves.bits import buffers_of, data_shards, from_data, with_sharding
+from shardrules.moves.donor import Donor
 from shardrules.moves.pieces import Mover, Shards
 from shardrules.moves.plan import LeafMove, ReshardPlan, processes_of
 from shardrules.moves.prepare import CACHED_SCHEDULES, MoveOptions, Prepared, prepare, read_how
@@ -93,7 +92,7 @@ def move_tree(prepared: Prepared) -> Any:
     values, plan = prepared.destination.values, prepared.plan
     _check_agreement(plan)
     result = list(values)
-    donor = _Donor.of(prepared) if plan.donate else None
+    donor = Donor.of(values[index] for index in prepared.leaf_indices) if plan.donate else None
     make_tool = _cached_tool if prepared.cached else functools.cache(_make_tool)
     # The user asked for these transfers.
     with jax.transfer_guard("allow"):
@@ -112,7 +111,7 @@ def move_tree(prepared: Prepared) -> Any:
             if donor is not None or batch is not plan.batches[-1]:
                 jax.block_until_ready(arrived)
             if donor is not None:
-                donor.free(batch, arrived)
+                _free(donor, prepared, batch, arrived)
     return share_variables(prepared.destination.treedef.unflatten(result), prepared.destination.shared)
 
 
@@ -188,41 +187,13 @@ def _move_by_pieces(
     return device_put(mover(arrays, mover.schedule.dtype, on_devices), target)
 
 
-@final
-@attrs.define(eq=False)
-class _Donor:
-    """Frees arrays once nothing needs their buffers: arrays may share shards, within the tree and with the result."""
-
-    prepared: Prepared
-    uses: Counter[Hashable]
-    waiting: list[int]
-
-    @classmethod
-    def of(cls, prepared: Prepared) -> "_Donor":
-        buffers = (buffers_of(prepared.destination.values[index]) for index in prepared.leaf_indices)
-        return cls(prepared, Counter(buffer for names in buffers for buffer in names), [])
-
-    def free(self, batch: Sequence[int], arrived: Sequence[jax.Array]) -> None:
-        """Frees the arrays of a batch that has arrived, and earlier ones whose buffers are no longer in use."""
-        for index, new in zip(batch, arrived, strict=True):
-            value = self._value(index)
-            if not isinstance(value, jax.Array):
-                continue
-            self.uses.subtract(buffers_of(value))
-            self.uses.update(buffers_of(new))
-            if self.prepared.plan.moves[index].route != "alias":
-                self.waiting.append(index)
-        # An array whose buffers others still use waits for a later batch.
-        waiting, self.waiting = self.waiting, []
-        for index in waiting:
-            value = self._value(index)
-            if value.is_deleted():
-                continue
-            if any(self.uses[buffer] for buffer in buffers_of(value)):
-                self.waiting.append(index)
-            else:
-                value.delete()
-        release_freed_memory()
-
-    def _value(self, index: int) -> Any:
-        return self.prepared.destination.values[self.prepared.leaf_indices[index]]
+def _free(donor: Donor, prepared: Prepared, batch: Sequence[int], arrived: Sequence[jax.Array]) -> None:
+    """Frees the arrays of a batch that has arrived, and earlier ones whose buffers are no longer in use."""
+    for index, new in zip(batch, arrived, strict=True):
+        value = prepared.destination.values[prepared.leaf_indices[index]]
+        # An array that stays keeps its buffers.
+        if isinstance(value, jax.Array) and prepared.plan.moves[index].route != "alias":
+            donor.uses.update(buffers_of(new))
+            donor.release(value)
+    donor.free()
+    release_freed_memory()

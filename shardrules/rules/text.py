@@ -119,15 +119,19 @@ def parse_rule(text: str, ops: Ops = DEFAULT_OPS) -> ShardingRule:
     assert rule == sr.DimShardingRule("model", -1) | sr.FSDPShardingRule(axis="data")
     ```
     """
-    # Parentheses are gone in the syntax tree, so `a|(b|c)` is the same chain as `a|b|c`.
-    pending, rules = [parse_expression(text)], []
+    return functools.reduce(operator.or_, [_make_rule(node, text, ops) for node in chained(parse_expression(text))])
+
+
+def chained(node: ast.expr) -> list[ast.expr]:
+    """Returns what `|` joins, in order. Parentheses are gone: `a|(b|c)` is the same chain as `a|b|c`."""
+    pending, parts = [node], list[ast.expr]()
     while pending:
         node = pending.pop()
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
             pending += [node.right, node.left]
         else:
-            rules.append(_make_rule(node, text, ops))
-    return functools.reduce(operator.or_, rules)
+            parts.append(node)
+    return parts
 
 
 _UNCLOSED = re.compile("never closed|unterminated|unmatched|does not match")

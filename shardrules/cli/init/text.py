@@ -11,8 +11,9 @@ from shardrules.core.errors import printable
 from shardrules.core.leaf import Leaf
 from shardrules.core.rule import ShardingPlan
 from shardrules.core.spec import make_spec
+from shardrules.core.storage.records import toml_string
 from shardrules.core.text import bytes_text
-from shardrules.rules.files.writer import spec_text, toml_string
+from shardrules.rules.files.writer import spec_text
 
 READING = (
     "# A path is searched for the pattern, and the first that matches decides. A spec has an axis for each\n"

@@ -31,6 +31,14 @@ def read_toml(text: str) -> dict[str, Any]:
         return data
 
 
+def toml_string(text: str) -> str:
+    """Returns a string of TOML: literal if it can be, since backslashes are common in patterns."""
+    if "'" not in text and text.isprintable() and "\\" in text:
+        return f"'{text}'"
+    quoted = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in quoted) + '"'
+
+
 @final
 @attrs.frozen
 class Format:

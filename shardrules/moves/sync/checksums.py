@@ -13,8 +13,8 @@ from shardrules.mesh.processes import exchange
 from shardrules.moves.sync.schedule import Leg, SyncSchedule
 from shardrules.moves.sync.strided import TARGET, row_major
 
-_TIMEOUT = 200
-"""The seconds that processes wait for the slowest one. Chosen by hand."""
+WAIT_SECONDS = 200
+"""The seconds that processes wait for each other: they may still be compiling what comes before. Chosen by hand."""
 
 
 def bit_sum(values: np.ndarray, strides: Sequence[int], first: int) -> int:
@@ -72,7 +72,7 @@ class Checksums:
             self.arrived[index] += bit_sum(values, row_major(values.shape), self.numbers[device] * values.size)
 
     def compare(self, paths: Sequence[str]) -> None:
-        texts = exchange(",".join(map(str, (*self.sent, *self.arrived))), "checksums of a sync", "run", _TIMEOUT)
+        texts = exchange(",".join(map(str, (*self.sent, *self.arrived))), "checksums of a sync", "run", WAIT_SECONDS)
         tables = [list(map(int, text.split(","))) for text in texts if text]
         sums = [sum(column) % 2**64 for column in zip(*tables, strict=True)]
         sent, arrived = sums[: len(paths)], sums[len(paths) :]

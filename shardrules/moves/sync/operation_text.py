@@ -20,6 +20,7 @@ from shardrules.moves.sync.operations import (
     Tied,
     Transpose,
 )
+from shardrules.rules.text import chained
 
 OPERATIONS: Mapping[str, Any] = MappingProxyType(
     {
@@ -48,17 +49,10 @@ def read_operations(text: str) -> tuple[tuple[str, NameOperation], ...]:
     if not text.strip():
         return ()
     try:
-        pending = [ast.parse(text.strip(), mode="eval").body]
+        chain = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise ConfigError(f"{text!r:.120} is not a list of operations, op(args) | op(args): {error}") from None
-    calls: list[ast.expr] = []
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-            pending += [node.right, node.left]
-        else:
-            calls.append(node)
-    return tuple((ast.unparse(call), _operation(call, text)) for call in calls)
+    return tuple((ast.unparse(call), _operation(call, text)) for call in chained(chain))
 
 
 def _operation(node: ast.expr, text: str) -> NameOperation:

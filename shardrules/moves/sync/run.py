@@ -15,19 +15,16 @@ from shardrules.core.jax_state import process_count
 from shardrules.core.spec import spec_repr
 from shardrules.mesh.processes import exchange
 from shardrules.moves.bits import local_shards
+from shardrules.moves.donor import Donor, live_buffers
 from shardrules.moves.pieces import exchange_pieces
 from shardrules.moves.prepare import is_deleted
 from shardrules.moves.schedule import Piece
 from shardrules.moves.sync.arrays import Arrays, PlannedDevice, side_name
-from shardrules.moves.sync.checksums import Checksums
-from shardrules.moves.sync.donor import SyncDonor, live_buffers
+from shardrules.moves.sync.checksums import WAIT_SECONDS, Checksums
 from shardrules.moves.sync.flows import PartFlow, itemsize
 from shardrules.moves.sync.schedule import Leg, SyncSchedule
 from shardrules.moves.sync.shards import DeviceShards, HostShards, ShardKind
 from shardrules.moves.sync.strided import SOURCE, TARGET
-
-_TIMEOUT = 200
-"""The seconds that processes wait for each other: they may still be compiling what comes before. Chosen by hand."""
 
 
 def run_schedule(
@@ -108,7 +105,7 @@ def _check_agreement(fingerprint: str) -> None:
     """Processes that run different plans would wait for each other forever."""
     if process_count() == 1:
         return
-    prints = exchange(fingerprint, "the sync of every process", "run", _TIMEOUT)
+    prints = exchange(fingerprint, "the sync of every process", "run", WAIT_SECONDS)
     if len(dict.fromkeys(prints)) > 1:
         raise DisagreementError(
             f"run: {len(prints)} processes have {len(dict.fromkeys(prints))} different plans, so nothing moves. Make "
@@ -124,7 +121,9 @@ class _Run:
     """The source; `None` once an array is freed."""
     old: list[Any] | None
     """The arrays of the target that are replaced."""
-    donor: "SyncDonor | None"
+    donor: Donor | None
+    last_reads: dict[int, list[int]]
+    """For each round the arrays that it reads last, where they are given up."""
     sums: "Checksums | None"
     kind: ShardKind
     here: int
@@ -135,10 +134,17 @@ class _Run:
     @staticmethod
     def of(schedule: SyncSchedule, values: list[Any], old: list[Any] | None, donate: bool, check: bool) -> "_Run":
         is_host = all(device.platform == "cpu" for device in schedule.devices)
-        donor = SyncDonor.of(schedule, values) if donate else None
+        donor, last_reads = (Donor.of(values), schedule.last_reads()) if donate else (None, {})
         sums = Checksums.of(schedule) if check else None
         return _Run(
-            schedule, values, old, donor, sums, HostShards() if is_host else DeviceShards(), jax.process_index()
+            schedule,
+            values,
+            old,
+            donor,
+            last_reads,
+            sums,
+            HostShards() if is_host else DeviceShards(),
+            jax.process_index(),
         )
 
     def run(self) -> list[Any]:
@@ -161,9 +167,10 @@ class _Run:
                 self._finish(index)
             done = max(done, first)
             if self.donor is not None:
-                for index in self.donor.last(number):
+                for index in self.last_reads.get(number, ()):
                     self.opened.pop(index, None)
-                    self.donor.free(self.values, index)
+                    self.donor.release(self.values[index])
+                self.donor.free()
         for index in range(done, len(self.result)):
             self._finish(index)
         if self.sums is not None:

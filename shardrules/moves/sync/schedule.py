@@ -9,6 +9,7 @@ import numpy as np
 from shardrules.moves.sync.arrays import Arrays
 from shardrules.moves.sync.flows import PartFlow, Routes
 from shardrules.moves.sync.rounds import Deliveries
+from shardrules.moves.sync.strided import SOURCE
 
 
 @final
@@ -44,6 +45,19 @@ class SyncSchedule:
     flows: tuple[PartFlow, ...]
     routes: tuple[Routes, ...]
     deliveries: Deliveries
+
+    def last_reads(self) -> dict[int, list[int]]:
+        """Returns for each round the source arrays that it reads last."""
+        last = np.full(len(self.source), -1)
+        rounds = np.repeat(np.arange(self.deliveries.round_count), np.diff(self.deliveries.bounds))
+        for number, flow in enumerate(self.flows):
+            if flow.source is not None:
+                chosen = self.deliveries.flow == number
+                np.maximum.at(last, flow.parts.arrays[SOURCE][self.deliveries.row[chosen]], rounds[chosen])
+        reads: dict[int, list[int]] = {}
+        for index in np.flatnonzero(last >= 0).tolist():
+            reads.setdefault(int(last[index]), []).append(index)
+        return reads
 
     def legs(self, chosen: Sequence[int]) -> Iterator[Leg]:
         """Yields the legs of some deliveries; what is relayed comes behind what it is received by."""

@@ -1,6 +1,5 @@
 """`NameTable`: the correspondences between the arrays of two trees, one line for each, also as TOML."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -9,7 +8,7 @@ import attrs
 
 from shardrules.core.errors import ConfigError, ShardRulesError, shown, suggest
 from shardrules.core.storage.files import as_path, read_text, write_text
-from shardrules.core.storage.records import read_toml
+from shardrules.core.storage.records import read_toml, toml_string
 from shardrules.moves.sync.operation_text import read_operations
 from shardrules.moves.sync.operations import NameOperation, Tied
 from shardrules.moves.sync.pattern import PathPattern
@@ -173,14 +172,10 @@ class NameTable:
 
     def to_toml(self) -> str:
         """Returns the table as TOML, which `from_toml` reads."""
-        blocks = [f"unused = {json.dumps(list(self.unused))}\n"] if self.unused else []
+        blocks = [f"unused = {_list(self.unused)}\n"] if self.unused else []
         for line in self.lines:
-            values = {"source": line.source, "target": line.target, "operations": line.operations}
-            rows = [
-                f"{key} = {json.dumps(value if isinstance(value, str) else value[0] if len(value) == 1 else value)}"
-                for key, value in values.items()
-                if value
-            ]
+            rows = [f"source = {_toml(line.source)}", f"target = {_toml(line.target)}"]
+            rows += [f"operations = {toml_string(line.operations)}"] if line.operations else []
             blocks.append("\n".join(["[[line]]", *rows, ""]))
         return "\n".join(blocks)
 
@@ -191,3 +186,11 @@ class NameTable:
     def __add__(self, other: "NameTable") -> "NameTable":
         """Returns the lines of both, in order."""
         return NameTable((*self.lines, *other.lines), (*self.unused, *other.unused))
+
+
+def _toml(texts: Sequence[str]) -> str:
+    return toml_string(texts[0]) if len(texts) == 1 else _list(texts)
+
+
+def _list(texts: Sequence[str]) -> str:
+    return f"[{', '.join(map(toml_string, texts))}]"

@@ -10,18 +10,11 @@ from shardrules.core.axes import Axis
 from shardrules.core.errors import ConfigError
 from shardrules.core.rule import ChainShardingRule, ShardingRule
 from shardrules.core.spec import UNCONSTRAINED, entries
+from shardrules.core.storage.records import toml_string
 from shardrules.rules.dim import DimShardingRule
 from shardrules.rules.files.reader import WHOLE, read_rules_text
 from shardrules.rules.fsdp import FSDPShardingRule
 from shardrules.rules.regex import RegexShardingRule
-
-
-def toml_string(text: str) -> str:
-    """Returns a string of TOML: literal if it can be, since backslashes are common in patterns."""
-    if "'" not in text and text.isprintable() and "\\" in text:
-        return f"'{text}'"
-    quoted = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in quoted) + '"'
 
 
 def spec_text(spec_entries: Sequence[Any]) -> str:

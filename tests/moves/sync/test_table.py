@@ -33,6 +33,12 @@ operations = "tied()"
 """
 
 
+@pytest.mark.parametrize("path", ["", "\N{GRINNING FACE}", "a\x7f", "tab\t'\"\\"])
+def test_any_path_stands_in_toml(path: str) -> None:
+    table = NameTable([(path, "b"), (["c", path], ["d"], "concat(0)")], [path])
+    assert NameTable.from_toml(table.to_toml()) == table
+
+
 def test_a_table_stands_in_toml(tmp_path: Path) -> None:
     table = NameTable.from_toml(TOML)
     assert table == NameTable(
