@@ -27,6 +27,7 @@ from shardrules.programs.compilers.kernels import (
     reduced_rows,
     takes_whole,
     view_pairs,
+    with_views,
 )
 from shardrules.programs.compilers.norms import NormGradients, with_copied, with_costly
 from shardrules.programs.traced.program import Operation, TracedProgram
@@ -161,11 +162,8 @@ def _written(program: TracedProgram, sources: Mapping[int, int], takers: Mapping
         if ends_chain(operation):
             written.update(operation.results)
     written.update(_normalized(program, sources, takers))
-    # Views of arrays that turned out to be in memory only later in that walk, as in loops, are in memory too.
-    for operation in program.operations:
-        if is_view(operation):
-            written.update(result for operand, result in view_pairs(operation) if operand in written)
-    return frozenset(written)
+    # Arrays turn out to be in memory later in that walk than their views, as in loops.
+    return with_views(program, written)
 
 
 def _normalized(program: TracedProgram, sources: Mapping[int, int], takers: Mapping[int, list[int]]) -> Iterator[int]:

@@ -1,6 +1,6 @@
 """Kinds of operations, by what compilers make kernels of: see `fusion`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from shardrules.programs.traced.program import Operation, TracedProgram, changes_memory
 
@@ -59,6 +59,15 @@ def view_pairs(operation: Operation) -> Iterator[tuple[int, int]]:
     for operand, result in zip(operation.operands, operation.results, strict=False):
         if operand is not None:
             yield operand, result
+
+
+def with_views(program: TracedProgram, written: Iterable[int]) -> frozenset[int]:
+    """Adds the views of arrays that are in memory, which are in memory, too."""
+    kept = {*written}
+    for operation in program.operations:
+        if is_view(operation):
+            kept.update(result for operand, result in view_pairs(operation) if operand in kept)
+    return frozenset(kept)
 
 
 def takes_whole(operation: Operation) -> bool:

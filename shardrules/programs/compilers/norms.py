@@ -8,7 +8,7 @@ from typing import Self, final
 
 import attrs
 
-from shardrules.programs.compilers.kernels import ends_chain, find_kernels, is_matmul, is_view, view_pairs
+from shardrules.programs.compilers.kernels import ends_chain, find_kernels, is_matmul, is_view, with_views
 from shardrules.programs.traced.program import Operation, TracedProgram
 
 _SERIES = frozenset(("tanh", "erf", "erfc", "erf_inv", "log1p"))
@@ -40,10 +40,7 @@ def with_costly(program: TracedProgram, written: frozenset[int], keeps_costly: b
         return operation.name in _SERIES and widths[operation.results[0]] <= _NARROW
 
     find_kernels(program, kept, is_kept)
-    for operation in program.operations:
-        if is_view(operation):
-            kept.update(result for operand, result in view_pairs(operation) if operand in kept)
-    return frozenset(kept)
+    return with_views(program, kept)
 
 
 def with_copied(program: TracedProgram, written: frozenset[int], most: int) -> frozenset[int]:
@@ -76,10 +73,7 @@ def with_copied(program: TracedProgram, written: frozenset[int], most: int) -> f
                 mine = readers.setdefault(operand, {})
                 for kernel, indices in in_kernels.items():
                     mine[kernel] = mine.get(kernel, frozenset()) | indices
-    for operation in program.operations:
-        if is_view(operation):
-            kept.update(result for operand, result in view_pairs(operation) if operand in kept)
-    return frozenset(kept)
+    return with_views(program, kept)
 
 
 @final
